@@ -1,5 +1,7 @@
 """Small models that several tests quantize."""
 
+from collections import OrderedDict
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
@@ -16,6 +18,19 @@ BATCH = ({0: torch.export.Dim("batch")},)
 IMAGES = (torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0)),)
 #: the argument of Tied
 IDS = torch.tensor([[3, 0, 7, 19], [1, 1, 2, 5]])
+
+
+def module_of(forward: Callable[..., object], **attributes: object) -> nn.Module:
+    """Return a module with attributes, whose `forward` is a function of the module and its inputs."""
+    module = type("Model", (nn.Module,), {"forward": forward})()
+    for name, value in attributes.items():
+        setattr(module, name, value)
+    return module
+
+
+def chain(**layers: nn.Module) -> nn.Sequential:
+    """Return a model of layers in their order, each of which it has under its name."""
+    return nn.Sequential(OrderedDict(layers))
 
 
 class Double(nn.Module):

@@ -24,7 +24,7 @@ from pt2mx.ops.quantize_epilogue import conv2d_fake_quantize_mx, linear_fake_qua
 from tests.compare import relative_error
 from tests.flow import calibrated, convert, exported
 from tests.graph import called, count
-from tests.models import Logits
+from tests.models import Logits, module_of
 
 aten = torch.ops.aten
 IDS = torch.tensor([[3, 0, 7, 19, 2, 2, 40], [1, 1, 2, 5, 90, 33, 8]])
@@ -183,17 +183,10 @@ SCALE_FORMATS = (
 QUICK = (("mixtral, float32", "nvfp4"), ("resnet", "fp8_e4m3{32x32}(f32)"))
 
 
-class SmallResNet(nn.Module):
+def small_res_net(self, x):
     """Convolutions with a batch norm, a residual, one channel a group, and a linear layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.norm, self.b = nn.Conv2d(3, 32, 3, padding=1), nn.BatchNorm2d(32), nn.Conv2d(32, 64, 3, stride=2)
-        self.c, self.d, self.head = nn.Conv2d(64, 64, 1), nn.Conv2d(64, 64, 3, groups=64), nn.Linear(64, 10)
-
-    def forward(self, x):
-        x = F.relu(self.b(F.relu(self.norm(self.a(x)))))
-        return self.head(F.relu(self.d(x + self.c(x))).mean((2, 3)))
+    x = F.relu(self.b(F.relu(self.norm(self.a(x)))))
+    return self.head(F.relu(self.d(x + self.c(x))).mean((2, 3)))
 
 
 def of_architecture(name):
@@ -214,7 +207,16 @@ def of_architecture(name):
 def test_scales_other_than_e8m0(name, weight, activation, tensor_scale):
     """Passes that know E8M0 scales alone leave these models unchanged; the others keep their values."""
     torch.manual_seed(0)
-    model, args = of_architecture(name) if name != "resnet" else (SmallResNet().eval(), (torch.randn(2, 3, 12, 12),))
+    net = module_of(
+        small_res_net,
+        a=nn.Conv2d(3, 32, 3, padding=1),
+        norm=nn.BatchNorm2d(32),
+        b=nn.Conv2d(32, 64, 3, stride=2),
+        c=nn.Conv2d(64, 64, 1),
+        d=nn.Conv2d(64, 64, 3, groups=64),
+        head=nn.Linear(64, 10),
+    )
+    model, args = of_architecture(name) if name != "resnet" else (net.eval(), (torch.randn(2, 3, 12, 12),))
     quantizer = MXQuantizer().set_global(
         pt2mx.MXQuantizationConfig(weight=weight, activation=activation, tensor_scale=tensor_scale)
     )

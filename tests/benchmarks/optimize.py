@@ -15,29 +15,22 @@ import time
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.fx import GraphModule
 
 import pt2mx
 from tests.benchmarks.language import VOCABULARY, llama
 from tests.benchmarks.measure import report
+from tests.models import module_of
 
 
 def exported(layers: int, sequence: int, device: str) -> GraphModule:
     """The decoder of tokens (1, sequence), without a cache."""
     model = llama("8b", layers, device)
 
-    class Logits(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model
-
-        def forward(self, ids: Tensor) -> Tensor:
-            return self.model(ids, use_cache=False).logits
-
     ids = torch.zeros(1, sequence, dtype=torch.long, device=device)
     with torch.no_grad():
-        return torch.export.export(Logits(), (ids,), strict=False).module()
+        logits = module_of(lambda self, ids: self.model(ids, use_cache=False).logits, model=model)
+        return torch.export.export(logits, (ids,), strict=False).module()
 
 
 def run(layers: int, tokens: int, device: str, group: dist.ProcessGroup | None) -> dict[str, object]:

@@ -15,7 +15,7 @@ from pt2mx.fx import inductor_pass
 from pt2mx.kernels.select import USES
 from tests.flow import convert
 from tests.graph import called
-from tests.models import IDS
+from tests.models import IDS, module_of
 
 pytestmark = pytest.mark.usefixtures("compiler")
 
@@ -126,16 +126,13 @@ def test_identity_is_part_of_the_cache_keys():
 
 
 def test_a_weight_to_transpose_is_dequantized():
-    class Conv1D(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight, self.bias = torch.nn.Parameter(torch.randn(64, 32)), torch.nn.Parameter(torch.randn(32))
-
-        def forward(self, x):
-            return torch.addmm(self.bias, x, self.weight)
-
     x = torch.randn(3, 64)
-    model = convert(Conv1D(), (x,), "mxfp4_weight_only")
+    conv1d = module_of(
+        lambda self, x: torch.addmm(self.bias, x, self.weight),
+        weight=torch.nn.Parameter(torch.randn(64, 32)),
+        bias=torch.nn.Parameter(torch.randn(32)),
+    )
+    model = convert(conv1d, (x,), "mxfp4_weight_only")
     got, codes = compiled(model, LoweringPass(), (x,))
     torch.testing.assert_close(got, model(x))
     assert packed_calls(codes) == 0

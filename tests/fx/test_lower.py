@@ -12,7 +12,7 @@ from pt2mx.kernels.select import USES
 from pt2mx.ops import linear
 from tests.flow import convert
 from tests.graph import assert_unchanged, called, count, snapshot
-from tests.models import BATCH, IDS, Tied
+from tests.models import BATCH, IDS, Tied, module_of
 
 aten = torch.ops.aten
 
@@ -141,18 +141,12 @@ def test_an_unknown_device_is_refused(converted, device):
 
 
 def test_running_it_leaves_the_buffers_of_the_converted_model():
-    class Counting(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fc = nn.Linear(64, 8)
-            self.register_buffer("calls", torch.zeros(()))
-
-        def forward(self, x):
-            self.calls.add_(1)
-            return self.fc(x) * self.calls
+    def forward(self, x):
+        self.calls.add_(1)
+        return self.fc(x) * self.calls
 
     x = torch.randn(2, 64)
-    model = convert(Counting(), (x,))
+    model = convert(module_of(forward, fc=nn.Linear(64, 8), calls=nn.Buffer(torch.zeros(()))), (x,))
     lowered = lower_to_inductor(model)
     first, second = lowered(x), lowered(x)
     torch.testing.assert_close(second, 2 * first)
@@ -204,16 +198,9 @@ def test_graphs_inside(fold):
 def test_convolutions_keep_their_weight_packed(monkeypatch):
     monkeypatch.setitem(USES, "convolve packed weights", {})
 
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv, self.fc = nn.Conv2d(32, 8, 3), nn.Linear(8, 4)
-
-        def forward(self, x):
-            return self.fc(self.conv(x).mean((2, 3)))
-
     x = torch.randn(2, 32, 6, 6)
-    model = convert(Net(), (x,))
+    net = module_of(lambda self, x: self.fc(self.conv(x).mean((2, 3))), conv=nn.Conv2d(32, 8, 3), fc=nn.Linear(8, 4))
+    model = convert(net, (x,))
     lowered = lower_to_inductor(model)
     torch.testing.assert_close(lowered(x), model(x))
     (conv,) = lowered.graph.find_nodes(op="call_function", target=aten.conv2d.default)

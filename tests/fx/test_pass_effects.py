@@ -14,6 +14,7 @@ from pt2mx.fx.passes import (
 from pt2mx.kernels import select
 from pt2mx.kernels.cpu import uses
 from tests.flow import convert
+from tests.models import module_of
 
 
 class Attention(nn.Module):
@@ -43,22 +44,16 @@ class Decoder(nn.Module):
         return F.linear(x + self.down(F.silu(self.gate(x)) * self.up(x)), self.embed.weight)
 
 
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lstm, self.head = nn.LSTM(32, 32, batch_first=True), nn.Linear(32, 8)
-
-    def forward(self, x):
-        return self.head(self.lstm(x)[0])
+def recurrent():
+    lstm = nn.LSTM(32, 32, batch_first=True)
+    return module_of(lambda self, x: self.head(self.lstm(x)[0]), lstm=lstm, head=nn.Linear(32, 8))
 
 
-class Branches(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
-
+def branches():
     def forward(self, x):
         return torch.cond(x.sum() > 0, lambda x: self.a(x), lambda x: self.b(x) * 2, (x,))
+
+    return module_of(forward, a=nn.Linear(64, 64), b=nn.Linear(64, 64))
 
 
 MODELS = {
@@ -69,9 +64,9 @@ MODELS = {
         torch.randn(2, 32, 8, 8),
     ),
     "attention": (Attention, torch.randn(2, 8, 64)),
-    "lstm": (Recurrent, torch.randn(2, 5, 32)),
+    "lstm": (recurrent, torch.randn(2, 5, 32)),
     "decoder": (Decoder, torch.randint(96, (2, 4))),
-    "cond": (Branches, torch.randn(8, 64)),
+    "cond": (branches, torch.randn(8, 64)),
 }
 
 #: model -> the passes that change its operators, in the order of the lowering

@@ -17,6 +17,7 @@ from torch.nn.functional import normalize, relu
 from tests.benchmarks.accuracy import audio
 from tests.benchmarks.accuracy.case import Case, cosines, everything
 from tests.benchmarks.accuracy.packages import folder
+from tests.models import module_of
 
 #: samples of a window of the spectrogram and between two, bands; frames that the encoder reads and between two of them
 SIZE, HOP, BANDS = 400, 160, 40
@@ -25,21 +26,14 @@ AT_ONCE = 32
 LOUDNESS = 10 ** (-30 / 20)
 
 
-class SpeakerEncoder(nn.Module):
+def speaker_encoder(self, spectrograms: Tensor) -> Tensor:
     """Mel spectrograms (batch, frames, 40) -> (batch, 256) of norm 1."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(BANDS, 256, 3, batch_first=True)
-        self.linear = nn.Linear(256, 256)
-
-    def forward(self, spectrograms: Tensor) -> Tensor:
-        hidden = self.lstm(spectrograms)[0][:, -1]
-        return normalize(relu(self.linear(hidden)))
+    hidden = self.lstm(spectrograms)[0][:, -1]
+    return normalize(relu(self.linear(hidden)))
 
 
 def case() -> Case:
-    model = SpeakerEncoder()
+    model = module_of(speaker_encoder, lstm=nn.LSTM(BANDS, 256, 3, batch_first=True), linear=nn.Linear(256, 256))
     stored = torch.load(folder("resemblyzer") / "pretrained.pt", map_location="cpu", weights_only=True)
     model.load_state_dict({name: stored["model_state"][name] for name in model.state_dict()})
     seen = spectrograms(audio.calibration())

@@ -116,12 +116,7 @@ def calibration_and_halves(tokenizer: Any, length: int, seen: int, held_out: int
 
 
 def package_blocks(
-    tokenizer: Any,
-    names: Sequence[str],
-    count: int,
-    length: int,
-    backward: bool = False,
-    read: Read = first_docstring,
+    tokenizer: Any, names: Sequence[str], count: int, length: int, backward: bool = False, read: Read = first_docstring
 ) -> Tensor:
     """Return the first tokens of the texts of packages, (count, length) int64; arguments as `package_texts` takes."""
     return token_blocks(tokenizer, package_text(names, _LETTERS * count * length, backward, read), count, length)

@@ -8,6 +8,7 @@ import pt2mx
 from pt2mx.fx.graph.aliasing import written_nodes, written_storages
 from pt2mx.fx.graph.constants import constant_nodes
 from tests.compare import sqnr
+from tests.models import module_of
 
 aten = torch.ops.aten
 MXFP8 = pt2mx.get_default_mx_quantization_config("mxfp8", "mxfp8")
@@ -158,15 +159,6 @@ class Written(nn.Module):
         return [*outputs, self.second(h), *(nn.functional.linear(x, w) for w in (self.cache, self.part, self.apart))]
 
 
-class Every(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.each = nn.ModuleList(map(Written, WRITES.values()))
-
-    def forward(self, x):
-        return {name: module(x) for name, module in zip(WRITES, self.each, strict=True)}
-
-
 def differing(got, want, same=torch.equal):
     """Return the ways to write whose outputs differ."""
     return [name for name in WRITES if not all(map(same, got[name], want[name]))]
@@ -174,7 +166,11 @@ def differing(got, want, same=torch.equal):
 
 @pytest.mark.compiled
 def test_every_way_to_write():
-    model, x = Every(), torch.randn(4, 64)
+    every = module_of(
+        lambda self, x: {name: module(x) for name, module in zip(WRITES, self.each, strict=True)},
+        each=nn.ModuleList(map(Written, WRITES.values())),
+    )
+    model, x = every, torch.randn(4, 64)
     exported = torch.export.export(copy.deepcopy(model), (x,)).module()
     constants = {n.target for n in constant_nodes(exported.graph)}
     for i, name in enumerate(WRITES):
@@ -268,12 +264,8 @@ def test_a_change_of_a_subgraph_counts():
 
 def test_a_change_of_a_value_counts():
     """A composite operator returns its input, or a new tensor, by the input's dtype."""
-
-    class Cast(nn.Module):
-        def forward(self, x, y):
-            return (x * 2).type_as(y).add_(1)
-
-    model = torch.export.export(Cast(), (torch.randn(4, 4), torch.randn(4))).module()
+    cast = module_of(lambda self, x, y: (x * 2).type_as(y).add_(1))
+    model = torch.export.export(cast, (torch.randn(4, 4), torch.randn(4))).module()
     assert names_written(model) == {"mul", "type_as", "add_"}
     (doubled,) = model.graph.find_nodes(op="call_function", target=aten.mul.Tensor)
     doubled.meta["val"] = doubled.meta["val"].half()

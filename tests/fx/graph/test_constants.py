@@ -1,24 +1,19 @@
 import torch
 
 from pt2mx.fx.graph.constants import constant_nodes, evaluate, first_equal, root_name
+from tests.models import module_of
 
 
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a = torch.nn.Parameter(torch.randn(4, 4))
-        self.b = torch.nn.Parameter(torch.randn(4, 4))
-        self.register_buffer("cache", torch.zeros(4, 4))
-
+def graph():
     def forward(self, x):
         self.cache.add_(x)
         weight = (self.a * self.b).t().to(torch.bfloat16)
         noise = torch.rand_like(self.a)
         return x @ weight.float(), noise, self.cache * 2, self.a + x
 
-
-def graph():
-    model = torch.export.export(Model(), (torch.randn(4, 4),)).module()
+    a, b = (torch.nn.Parameter(torch.randn(4, 4)) for _ in range(2))
+    net = module_of(forward, a=a, b=b, cache=torch.nn.Buffer(torch.zeros(4, 4)))
+    model = torch.export.export(net, (torch.randn(4, 4),)).module()
     return model, {n.name: n for n in model.graph.nodes}
 
 
@@ -46,16 +41,12 @@ def test_value_and_name_of_a_constant():
 
 
 def test_which_constants_do_the_same_to_the_same_tensors():
-    class Views(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = torch.nn.Parameter(torch.randn(4, 4)), torch.nn.Parameter(torch.randn(4, 4))
+    def forward(self, x):
+        a, b = self.a, self.b
+        return x @ a.t(), x @ a.t(), x @ b.t(), x @ a.transpose(0, 1), x @ (a * b).t(), x @ (b * a).t()
 
-        def forward(self, x):
-            a, b = self.a, self.b
-            return x @ a.t(), x @ a.t(), x @ b.t(), x @ a.transpose(0, 1), x @ (a * b).t(), x @ (b * a).t()
-
-    model = torch.export.export(Views(), (torch.randn(4, 4),)).module()
+    net = module_of(forward, a=torch.nn.Parameter(torch.randn(4, 4)), b=torch.nn.Parameter(torch.randn(4, 4)))
+    model = torch.export.export(net, (torch.randn(4, 4),)).module()
     weights = [matmul.args[1] for matmul in outputs(model)]
 
     def groups():

@@ -6,19 +6,14 @@ import pt2mx
 from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.node import is_ours, make_positional, write_out_arguments, written_count
 from tests.flow import convert, reloaded
+from tests.models import module_of
 
 
-class Net(nn.Module):
+def net(self, ids):
     """A matmul of two activations, an embedding, a branch."""
-
-    def __init__(self):
-        super().__init__()
-        self.table, self.up, self.down = nn.Embedding(50, 64), nn.Linear(64, 48), nn.Linear(64, 48)
-
-    def forward(self, ids):
-        x = self.table(ids)
-        y = torch.cond(x.sum() > 0, lambda x: self.up(x), lambda x: self.down(x), (x,))
-        return y @ y.transpose(0, 1)
+    x = self.table(ids)
+    y = torch.cond(x.sum() > 0, lambda x: self.up(x), lambda x: self.down(x), (x,))
+    return y @ y.transpose(0, 1)
 
 
 IDS = torch.arange(33)
@@ -27,7 +22,8 @@ IDS = torch.arange(33)
 @pytest.fixture(scope="module", params=["mxfp8", "mxfp6"])  # one of codes that are packed, with lengths
 def converted(request):
     torch.manual_seed(0)
-    return convert(Net(), (IDS,), request.param)
+    model = module_of(net, table=nn.Embedding(50, 64), up=nn.Linear(64, 48), down=nn.Linear(64, 48))
+    return convert(model, (IDS,), request.param)
 
 
 def lacking(model):

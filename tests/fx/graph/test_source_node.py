@@ -6,25 +6,22 @@ from torch import nn
 
 import pt2mx
 from pt2mx.fx.graph.source_node import module_name, modules_of, nodes_by_source, source_line, source_name
+from tests.models import module_of
 from tests.subgraph_models import Repeated
 
 X = torch.randn(2, 32, 6, 6, generator=torch.Generator().manual_seed(0))
 
 
-class Net(nn.Module):
-    """A convolution whose batch norm is folded, and an operator with several outputs."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv, self.norm, self.gru = nn.Conv2d(32, 32, 1), nn.BatchNorm2d(32), nn.GRU(36, 8, batch_first=True)
-
-    def forward(self, x):
-        return self.gru(self.norm(self.conv(x)).flatten(2))
-
-
 @pytest.mark.filterwarnings("ignore:The tensor attributes self.gru._flat_weights")  # export's
 def test_what_was_folded_and_items_of_tuples_are_found_in_each_form():
-    exported = torch.export.export(Net().eval(), (X,)).module()
+    # a convolution whose batch norm is folded, and an operator with several outputs
+    net = module_of(
+        lambda self, x: self.gru(self.norm(self.conv(x)).flatten(2)),
+        conv=nn.Conv2d(32, 32, 1),
+        norm=nn.BatchNorm2d(32),
+        gru=nn.GRU(36, 8, batch_first=True),
+    )
+    exported = torch.export.export(net.eval(), (X,)).module()
     converted = pt2mx.convert_pt2e(pt2mx.prepare_pt2e(exported, pt2mx.MXQuantizer.from_recipe("mxfp8")))
     again = torch.export.export(torch.export.export(converted, (X,)).module(), (X,)).module()
     assert {"conv2d", "batch_norm", "gru", "gru[0]", "gru[1]"} <= nodes_by_source(exported.graph).keys()

@@ -14,6 +14,7 @@ from pt2mx.fx.graph.tensors import (
     move_to_device,
 )
 from pt2mx.pt2e.program.build_program import program_of
+from tests.models import module_of
 from tests.subgraph_models import QUANTIZER, Base, Cond
 
 META = torch.device("meta")
@@ -35,20 +36,15 @@ def test_copy_shares_tensors_and_nothing_else():
     assert model.get_submodule("0").bias is not copied.get_submodule("0").bias
 
 
-class Cache(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = torch.nn.Linear(4, 4)
-        self.register_buffer("cache", torch.zeros(3, 4))
-
-    def forward(self, x):
-        self.cache.copy_(self.linear(x))
-        return x @ self.cache.t()
+def cache(self, x):
+    self.cache.copy_(self.linear(x))
+    return x @ self.cache.t()
 
 
 def test_a_buffer_with_a_gradient_is_copied_without_it():
     x = torch.randn(3, 4)
-    model = torch.export.export(Cache(), (x,)).module()
+    net = module_of(cache, linear=torch.nn.Linear(4, 4), cache=nn.Buffer(torch.zeros(3, 4)))
+    model = torch.export.export(net, (x,)).module()
     want = model(x)
     assert model.cache.requires_grad
     copied = copy_sharing_tensors(model)
@@ -93,12 +89,7 @@ def test_copies_of_shared_memory_share_memory():
     assert model.first.weight.requires_grad
 
 
-class Factories(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
-        self.register_buffer("offset", torch.ones(4))
-
+def test_tensors_and_what_the_graph_names_move():
     def forward(self, x):
         positions = torch.arange(4, device=x.device).to(torch.device("cpu"))
         with torch.autocast("cpu", torch.bfloat16):
@@ -106,10 +97,9 @@ class Factories(nn.Module):
         y = torch.cond(x.sum() > 0, lambda x: x + torch.ones(4), lambda x: x - 1, (y.float(),))
         return y + positions + self.offset + torch.full((4,), 2.0) + torch.tensor([1.0, 2, 3, 4])
 
-
-def test_tensors_and_what_the_graph_names_move():
+    factories = module_of(forward, fc=nn.Linear(4, 4), offset=nn.Buffer(torch.ones(4)))
     with torch.no_grad():
-        model = torch.export.export(Factories(), (torch.randn(2, 4),)).module()
+        model = torch.export.export(factories, (torch.randn(2, 4),)).module()
     parameters = dict(model.named_parameters())
     moved = move_to_device(model, META)
     assert moved is model
@@ -127,11 +117,8 @@ def test_tensors_and_what_the_graph_names_move():
 
 
 def test_a_moved_program_runs_there():
-    class Plain(nn.Module):
-        def forward(self, x):
-            return x + torch.arange(4) + torch.full((4,), 2.0, device="cpu")
-
-    model = move_to_device(torch.export.export(Plain(), (torch.randn(2, 4),)).module(), META)
+    plain = module_of(lambda self, x: x + torch.arange(4) + torch.full((4,), 2.0, device="cpu"))
+    model = move_to_device(torch.export.export(plain, (torch.randn(2, 4),)).module(), META)
     assert model(torch.randn(2, 4, device=META)).device == META
 
 

@@ -4,7 +4,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
@@ -14,6 +13,7 @@ from pt2mx.kernels.cpu import uses
 from pt2mx.ops.attention import attention_bfloat16, matmul_bfloat16
 from tests.flow import convert
 from tests.graph import calls, count, namespaces
+from tests.models import module_of
 
 aten = torch.ops.aten
 
@@ -30,11 +30,8 @@ def quantizer(matmul, name="mxfp8"):
 
 
 def lowered(function, *inputs, matmul="aten.matmul", name="mxfp8", shapes=None):
-    class Model(nn.Module):
-        def forward(self, *given):
-            return function(*given)
-
-    converted = convert(Model(), inputs, quantizer(matmul, name), shapes=shapes)
+    net = module_of(lambda self, *given: function(*given))
+    converted = convert(net, inputs, quantizer(matmul, name), shapes=shapes)
     return converted, lower_to_inductor(converted)
 
 

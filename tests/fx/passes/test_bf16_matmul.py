@@ -17,7 +17,7 @@ from pt2mx.ops.linear import linear_mx
 from tests.compare import relative_error
 from tests.flow import convert
 from tests.graph import calls, count
-from tests.models import BATCH
+from tests.models import BATCH, chain, module_of
 from tests.subgraph_models import QUANTIZER, Cond, X
 
 aten = torch.ops.aten
@@ -34,19 +34,14 @@ def small_matmuls_on_every_machine(monkeypatch):
     monkeypatch.setattr(uses, "integers_are_faster", lambda *sizes: True)
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(64, 160), nn.Linear(160, 48)
-
-    def forward(self, x):
-        return self.down(nn.functional.gelu(self.up(x)))
+def net():
+    return chain(up=nn.Linear(64, 160), gelu=nn.GELU(), down=nn.Linear(160, 48))
 
 
 def lowered(name, model=None, shape=(80, 64), **options):
     x = torch.randn(shape)
     quantizer = MXQuantizer().set_global(get_default_mx_quantization_config(name, name))
-    converted = convert(model or Net(), (x,), quantizer, shapes=BATCH)
+    converted = convert(model or net(), (x,), quantizer, shapes=BATCH)
     return converted, lower_to_inductor(converted, **options), x
 
 
@@ -86,7 +81,7 @@ def test_other_dtypes(dtype, isa, result, monkeypatch):
     monkeypatch.setattr(uses, "isa_for", lambda spec, k: isa)
     monkeypatch.setattr(uses, "are_integers", lambda k, *specs: False)
     x, quantizer = torch.randn(80, 64, dtype=dtype), MXQuantizer.from_recipe("mxfp8")
-    converted = convert(Net().to(dtype), (x,), quantizer)
+    converted = convert(net().to(dtype), (x,), quantizer)
     model = lower_to_inductor(converted)
     assert {matmul.args[-1] for matmul in calls(model, linear_mx)} == {result}
     assert relative_error(model(x), converted(x).double()) < 0.01
@@ -95,7 +90,7 @@ def test_other_dtypes(dtype, isa, result, monkeypatch):
 def test_few_rows_stay():
     """Vectors multiply them; how many an unknown number is shows later."""
     for shapes, dtype in ((None, None), (BATCH, torch.float32)):
-        model = lower_to_inductor(convert(Net(), (torch.randn(32, 64),), "mxfp8", shapes=shapes))
+        model = lower_to_inductor(convert(net(), (torch.randn(32, 64),), "mxfp8", shapes=shapes))
         assert {matmul.args[-1] for matmul in calls(model, linear_mx)} == {dtype}
 
 
@@ -112,7 +107,7 @@ def test_integers_in_bfloat16(integers):
     x = torch.randn(80, 64, dtype=torch.bfloat16)
     for activation, weight in (("mxint8", "mxint8"), ("mxfp8", "mxint8"), ("mxint8", "mxfp8")):
         quantizer = MXQuantizer().set_global(get_default_mx_quantization_config(weight, activation))
-        converted = convert(Net().bfloat16(), (x,), quantizer)
+        converted = convert(net().bfloat16(), (x,), quantizer)
         model = lower_to_inductor(converted)
         both = integers and activation == weight
         assert {matmul.args[-1] for matmul in calls(model, linear_mx)} == {torch.bfloat16 if both else None}
@@ -121,17 +116,13 @@ def test_integers_in_bfloat16(integers):
 
 
 def test_integers_that_others_read_stay_where_they_are(integers):
-    class Shared(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(64, 64)
-
-        def forward(self, x):
-            y = ops.fake_quantize_mx(x, "int8", 32, -1, "floor", "even", None, "identity")
-            return self.linear(y) + y
+    def forward(self, x):
+        y = ops.fake_quantize_mx(x, "int8", 32, -1, "floor", "even", None, "identity")
+        return self.linear(y) + y
 
     x = torch.randn(80, 64, dtype=torch.bfloat16)
-    model = lower_to_inductor(convert(Shared().bfloat16(), (x,), "mxfp4_weight_only"))
+    shared = module_of(forward, linear=nn.Linear(64, 64)).bfloat16()
+    model = lower_to_inductor(convert(shared, (x,), "mxfp4_weight_only"))
     (matmul,) = calls(model, linear_mx)
     assert matmul.args[0].target is ops.fake_quantize_mx and (matmul.args[-1] == torch.bfloat16) == integers
 
@@ -139,14 +130,14 @@ def test_integers_that_others_read_stay_where_they_are(integers):
 def test_few_rows_of_integers(integers):
     """More rows than the vector kernel multiplies."""
     for rows in (4, 5):
-        model = lower_to_inductor(convert(Net(), (torch.randn(rows, 64),), "mxint8"))
+        model = lower_to_inductor(convert(net(), (torch.randn(rows, 64),), "mxint8"))
         dtype = torch.float32 if integers and rows > 4 else None
         assert {matmul.args[-1] for matmul in calls(model, linear_mx)} == {dtype}
 
 
 def test_weights_alone_stay():
     x = torch.randn(80, 64)
-    model = lower_to_inductor(convert(Net(), (x,), "mxfp4_weight_only"))
+    model = lower_to_inductor(convert(net(), (x,), "mxfp4_weight_only"))
     assert {matmul.args[-1] for matmul in calls(model, linear_mx)} == {None}
 
 
@@ -157,17 +148,12 @@ def test_what_the_kernels_do_not_decode_stays():
 
 
 def test_values_with_other_readers_are_cast():
-    class Shared(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(64, 64)
-
-        def forward(self, x):
-            y = ops.fake_quantize_mx(x, "fp8_e4m3", 32, -1, "floor", "even", None, "identity")
-            return self.linear(y) + y
+    def forward(self, x):
+        y = ops.fake_quantize_mx(x, "fp8_e4m3", 32, -1, "floor", "even", None, "identity")
+        return self.linear(y) + y
 
     x = torch.randn(80, 64)
-    converted = convert(Shared(), (x,), "mxfp8")
+    converted = convert(module_of(forward, linear=nn.Linear(64, 64)), (x,), "mxfp8")
     model = lower_to_inductor(converted)
     (matmul,) = calls(model, linear_mx)
     assert matmul.args[-1] == torch.float32 and matmul.args[0].meta["val"].dtype == torch.bfloat16
@@ -234,7 +220,7 @@ def test_a_processor_that_multiplies_integers_alone(activation, dtype, monkeypat
         monkeypatch.setattr(module, "isa_for", units)
     quantizer = MXQuantizer().set_global(get_default_mx_quantization_config("mxfp4", activation))
     x = torch.randn(80, 64)
-    converted = convert(Net(), (x,), quantizer)
+    converted = convert(net(), (x,), quantizer)
     low = lower_to_inductor(converted)
     assert {LinearMX.expect(matmul).target_dtype for matmul in calls(low, linear_mx)} == {dtype}
     assert relative_error(low(x), converted(x)) < 1e-6
@@ -244,5 +230,5 @@ def test_a_processor_that_multiplies_integers_alone(activation, dtype, monkeypat
 def test_small_matmuls_stay_where_integers_are_slower(rows, dtype, monkeypatch):
     monkeypatch.setattr(uses, "integers_are_faster", integers_are_faster)
     monkeypatch.setattr(uses, "isa_for", lambda spec, k: INT8)
-    low = lower_to_inductor(convert(Net(), (torch.randn(rows, 64),), "mxint8"))
+    low = lower_to_inductor(convert(net(), (torch.randn(rows, 64),), "mxint8"))
     assert {LinearMX.expect(matmul).target_dtype for matmul in calls(low, linear_mx)} == {dtype}

@@ -13,21 +13,17 @@ from tests.compare import relative_error
 from tests.every_device import everywhere
 from tests.flow import convert
 from tests.graph import calls, count
+from tests.models import chain
 
 
-class Net(nn.Module):
-    def __init__(self, width=64):
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-
-    def forward(self, x):
-        return self.down(nn.functional.gelu(self.up(x)))
+def net(width=64):
+    return chain(up=nn.Linear(width, 2 * width), gelu=nn.GELU(), down=nn.Linear(2 * width, width))
 
 
 def converted_and_lowered(recipe, x, monkeypatch):
     """Lower as on a machine whose CPU has no bfloat16 instructions."""
     monkeypatch.setattr("pt2mx.fx.passes.bf16_matmul._is_faster_in_bf16", lambda *args: False)
-    converted = convert(Net().to(x.dtype), (x,), recipe)
+    converted = convert(net().to(x.dtype), (x,), recipe)
     lowered = lower_to_inductor(converted)
     everywhere(use_bfloat16_tensor_cores)(lowered)
     return converted, lowered
@@ -53,7 +49,7 @@ def test_others_stay(recipe, dtype, monkeypatch):
 
 def test_blocks_of_zeros_have_any_scale(monkeypatch):
     monkeypatch.setattr("pt2mx.fx.passes.bf16_matmul._is_faster_in_bf16", lambda *args: False)
-    model, x = Net(), torch.randn(80, 64)
+    model, x = net(), torch.randn(80, 64)
     with torch.no_grad():
         model.up.weight[3, :32] = 0
     lowered = lower_to_inductor(convert(model, (x,), "mxfp8"))
@@ -63,7 +59,7 @@ def test_blocks_of_zeros_have_any_scale(monkeypatch):
 
 def test_a_weight_of_tiny_values_stays(monkeypatch):
     monkeypatch.setattr("pt2mx.fx.passes.bf16_matmul._is_faster_in_bf16", lambda *args: False)
-    model, x = Net(), torch.randn(80, 64)
+    model, x = net(), torch.randn(80, 64)
     with torch.no_grad():
         model.up.weight[3] *= 2.0**-120
     lowered = lower_to_inductor(convert(model, (x,), "mxfp8"))
@@ -125,7 +121,7 @@ def test_experts_on_a_gpu(mode, compiler):
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxint8", "mxfp4"])
 def test_on_a_gpu(recipe, unpack):
     x = torch.randn(3, 100, 256)
-    converted = convert(Net(256), (x,), recipe)
+    converted = convert(net(256), (x,), recipe)
     lowered, want = lower_to_inductor(converted, "cuda", unpack=unpack), converted(x)
     assert count(lowered, linear_mx) == (0 if unpack else 2)
     assert count(lowered, matmul_bfloat16) == (2 if unpack else 0)

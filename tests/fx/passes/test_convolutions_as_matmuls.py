@@ -12,6 +12,7 @@ from pt2mx.ops.quantize_epilogue import conv2d_fake_quantize_mx
 from tests.compare import relative_error
 from tests.flow import convert
 from tests.graph import count
+from tests.models import module_of
 
 aten = torch.ops.aten
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}
@@ -56,16 +57,9 @@ def test_kernels(kernel, options, bias):
 
 
 def test_a_weight_of_several_convolutions_is_held_once():
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv = nn.Conv2d(64, 64, 3, padding=1)
-
-        def forward(self, x):
-            return self.conv(torch.sin(self.conv(x)))
-
     x = torch.randn(2, 64, 9, 11)
-    converted, found = lowered(Twice(), x)
+    twice = module_of(lambda self, x: self.conv(torch.sin(self.conv(x))), conv=nn.Conv2d(64, 64, 3, padding=1))
+    converted, found = lowered(twice, x)
     assert count(found, conv2d_mx) == 2
     assert [name for name, t in found.state_dict().items() if t.dtype == torch.uint8] == [
         "conv.weight_data_rows",
@@ -118,15 +112,12 @@ def test_bfloat16():
 
 
 def test_a_quantization_is_shared():
-    class Both(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = nn.Conv2d(32, 32, 3, padding=1), nn.Conv2d(32, 32, 1)
-
-        def forward(self, x):
-            return self.first(x) + self.second(x)
-
-    model, x = Both(), torch.randn(2, 32, 8, 8)
+    both = module_of(
+        lambda self, x: self.first(x) + self.second(x),
+        first=nn.Conv2d(32, 32, 3, padding=1),
+        second=nn.Conv2d(32, 32, 1),
+    )
+    model, x = both, torch.randn(2, 32, 8, 8)
     converted, found = lowered(model, x)
     assert count(found, conv2d_mx) == 2 and count(found, rotated_fake_quantize_mx) == 1
     torch.testing.assert_close(found(x), converted(x), **CLOSE)
@@ -202,16 +193,9 @@ def test_compiled():
 
 
 def test_memory_that_another_order_would_misread_stays():
-    class Strided(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv = nn.Conv2d(32, 32, 3)
-
-        def forward(self, x):
-            return torch.relu(self.conv(x)).as_strided((4,), (1,))
-
     x = torch.randn(1, 32, 5, 5)
-    converted, found = lowered(Strided(), x)
+    strided = module_of(lambda self, x: torch.relu(self.conv(x)).as_strided((4,), (1,)), conv=nn.Conv2d(32, 32, 3))
+    converted, found = lowered(strided, x)
     assert not count(found, conv2d_mx) and torch.equal(found(x), converted(x))
 
 
@@ -280,18 +264,10 @@ def written_behind_a_copy(y):
 )
 def test_results_that_are_written(write):
     """A view through which a graph writes stays a view, and an output has its last value."""
-
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.convolution = nn.Conv2d(64, 64, 3, padding=1)
-
-        def forward(self, x):
-            return write(self.convolution(x))
-
     torch.manual_seed(0)
     x = torch.randn(2, 64, 5, 5)
-    converted, low = lowered(Net(), x, "mxint8")
+    net = module_of(lambda self, x: write(self.convolution(x)), convolution=nn.Conv2d(64, 64, 3, padding=1))
+    converted, low = lowered(net, x, "mxint8")
     assert count(low, conv2d_mx) == (write is first_channels)
     torch.testing.assert_close(low(x), converted(x), **CLOSE)
 
@@ -308,19 +284,14 @@ def test_dropout_in_place_that_does_nothing():
 
 
 def test_an_input_that_is_written_after_it_is_quantized():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.convolution = nn.Conv2d(64, 64, 3, padding=1)
-
-        def forward(self, x):
-            doubled = x * 2
-            quantized = ops.fake_quantize_mx(doubled, "int8", 32, 1, "floor", "even", None, "identity")
-            doubled.zero_()
-            return self.convolution(quantized)
+    def forward(self, x):
+        doubled = x * 2
+        quantized = ops.fake_quantize_mx(doubled, "int8", 32, 1, "floor", "even", None, "identity")
+        doubled.zero_()
+        return self.convolution(quantized)
 
     x = torch.randn(2, 64, 5, 5)
-    converted = convert(Net(), (x,), "mxfp4_weight_only")
+    converted = convert(module_of(forward, convolution=nn.Conv2d(64, 64, 3, padding=1)), (x,), "mxfp4_weight_only")
     low = lower_to_inductor(converted)
     assert count(low, conv2d_mx) == 1
     torch.testing.assert_close(low(x), converted(x), **CLOSE)

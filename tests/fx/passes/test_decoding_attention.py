@@ -13,6 +13,7 @@ from pt2mx.pt2e.language.runtime import _POSITIONS
 from tests.every_device import everywhere
 from tests.graph import calls
 from tests.language_models import decoder_by_recipe, decoder_of_codes
+from tests.models import module_of
 from tests.vision_language_models import tiny_vision_language_model
 
 
@@ -100,12 +101,9 @@ def test_positions_of_images():
     ],
 )
 def test_skipped(call):
-    class Attention(torch.nn.Module):
-        def forward(self, q, k, mask):
-            return call(q, k, mask)
-
     q, k = torch.randn(2, 4, 1, 16).bfloat16(), torch.randn(2, 4, 8, 16).bfloat16()
-    graph = torch.export.export(Attention(), (q, k, torch.ones(2, 1, 1, 8, dtype=torch.bool))).module()
+    attention = module_of(lambda self, q, k, mask: call(q, k, mask))
+    graph = torch.export.export(attention, (q, k, torch.ones(2, 1, 1, 8, dtype=torch.bool))).module()
     assert not calls(everywhere(use_decoding_attention)(graph), decoding_attention)
 
 
@@ -125,11 +123,6 @@ def test_on_a_cpu(dtype):
     [(4, 4, 64, True), (4, 4, 80, False), (32, 1, 32, True), (33, 1, 32, False)],
 )
 def test_heads_without_a_kernel_of_the_cpu(heads, key_heads, width, is_replaced):
-    class Attention(torch.nn.Module):
-        def forward(self, q, k):
-            return F.scaled_dot_product_attention(q, k, k, enable_gqa=True)
-
-    graph = torch.export.export(
-        Attention(), (torch.randn(2, heads, 1, width), torch.randn(2, key_heads, 8, width))
-    ).module()
+    net = module_of(lambda self, q, k: F.scaled_dot_product_attention(q, k, k, enable_gqa=True))
+    graph = torch.export.export(net, (torch.randn(2, heads, 1, width), torch.randn(2, key_heads, 8, width))).module()
     assert len(calls(use_decoding_attention(graph), decoding_attention)) == is_replaced

@@ -6,21 +6,17 @@ from pt2mx import MXSpec, dequantize_mx, ops, quantize_mx
 from pt2mx.fx.graph.node import tensor_of
 from pt2mx.fx.graph.qdq import insert_quantize_dequantize
 from pt2mx.fx.passes.fold_weights import fold_constant, fold_weights
-
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.block = nn.Sequential(nn.Linear(64, 8, bias=False))
-        self.shared = nn.Parameter(torch.randn(64, 64))
-
-    def forward(self, x):
-        return self.block(x @ self.shared.t()) + self.shared.sum()
+from tests.models import module_of
 
 
 def folded():
     torch.manual_seed(0)
-    model = torch.export.export(Model(), (torch.randn(2, 64),)).module()
+    net = module_of(
+        lambda self, x: self.block(x @ self.shared.t()) + self.shared.sum(),
+        block=nn.Sequential(nn.Linear(64, 8, bias=False)),
+        shared=nn.Parameter(torch.randn(64, 64)),
+    )
+    model = torch.export.export(net, (torch.randn(2, 64),)).module()
     aten = torch.ops.aten
     for node in list(model.graph.nodes):
         if node.target in (aten.linear.default, aten.matmul.default):
@@ -57,15 +53,11 @@ def test_a_weight_with_a_float_consumer_stays():
 
 
 def test_two_specs_of_one_weight_get_two_copies():
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(64, 64))
-
-        def forward(self, x):
-            return x @ self.weight, nn.functional.linear(x, self.weight)
-
-    model = torch.export.export(Twice(), (torch.randn(2, 64),)).module()
+    twice = module_of(
+        lambda self, x: (x @ self.weight, nn.functional.linear(x, self.weight)),
+        weight=nn.Parameter(torch.randn(64, 64)),
+    )
+    model = torch.export.export(twice, (torch.randn(2, 64),)).module()
     for node in list(model.graph.nodes):
         if node.target in (torch.ops.aten.linear.default, torch.ops.aten.matmul.default):
             axis = -1 if node.target == torch.ops.aten.linear.default else -2
@@ -132,15 +124,8 @@ def test_integer_quantization_of_torchao_is_folded_too():
 
 
 def test_a_folded_view_does_not_keep_its_whole_storage():
-    class Slice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.table = nn.Parameter(torch.randn(100, 64))
-
-        def forward(self, x):
-            return x + self.table[:1]
-
-    model = torch.export.export(Slice(), (torch.randn(2, 64),)).module()
+    sliced = module_of(lambda self, x: x + self.table[:1], table=nn.Parameter(torch.randn(100, 64)))
+    model = torch.export.export(sliced, (torch.randn(2, 64),)).module()
     view = next(node for node in model.graph.nodes if node.target is torch.ops.aten.slice.Tensor)
     buffer = tensor_of(model, fold_constant(model, view, "table_row"))
     assert torch.equal(buffer, model.table[:1]) and buffer.untyped_storage().nbytes() == buffer.nbytes

@@ -18,7 +18,7 @@ from tests.compare import relative_error
 from tests.every_device import everywhere
 from tests.flow import convert
 from tests.graph import calls, count
-from tests.models import BATCH, FeedForward, SelfAttention
+from tests.models import BATCH, FeedForward, SelfAttention, module_of
 
 ROWS = (quantize_fp8_rows, layer_norm_fp8_rows, mm_fp8_rows)
 
@@ -126,35 +126,27 @@ def test_rows_of_x_that_do_not_fit_are_multiplied_exactly():
 
 
 def test_a_norm_with_several_readers_and_one_of_another_shape():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm, self.both, self.first = nn.LayerNorm(64), nn.LayerNorm((2, 64)), nn.Linear(64, 32)
-
-        def forward(self, x):
-            normed = self.norm(x)
-            return self.first(normed) + normed[..., :32] + self.first(self.both(x.view(-1, 2, 64)).view(x.shape))
+    def forward(self, x):
+        normed = self.norm(x)
+        return self.first(normed) + normed[..., :32] + self.first(self.both(x.view(-1, 2, 64)).view(x.shape))
 
     x = torch.randn(40, 64).bfloat16()
-    converted, _, rows = with_rows(Net(), x)
+    model = module_of(forward, norm=nn.LayerNorm(64), both=nn.LayerNorm((2, 64)), first=nn.Linear(64, 32))
+    converted, _, rows = with_rows(model, x)
     assert count(rows, layer_norm_fp8_rows) == 1 and count(rows, quantize_fp8_rows) == 1
     assert relative_error(rows(x), converted(x)) < 4e-3
 
 
 def test_what_is_added_before_a_norm_is_read_before_it_is_written():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.norm, self.second = nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64)
-
-        def forward(self, x):
-            y = self.first(x)
-            summed = x + y
-            y.mul_(3)
-            return self.second(self.norm(summed)) + y
+    def forward(self, x):
+        y = self.first(x)
+        summed = x + y
+        y.mul_(3)
+        return self.second(self.norm(summed)) + y
 
     x = torch.randn(40, 64).bfloat16()
-    converted, _, rows = with_rows(Net(), x)
+    model = module_of(forward, first=nn.Linear(64, 64), norm=nn.LayerNorm(64), second=nn.Linear(64, 64))
+    converted, _, rows = with_rows(model, x)
     assert count(rows, mm_fp8_rows) == 2 and calls(rows, layer_norm_fp8_rows)[0].args[1] is None
     assert relative_error(rows(x), converted(x)) < 4e-3
 

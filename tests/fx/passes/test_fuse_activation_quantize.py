@@ -14,7 +14,7 @@ from pt2mx.ops.linear import linear_mx
 from tests.compare import relative_error
 from tests.flow import convert
 from tests.graph import calls, count
-from tests.models import BATCH, FeedForward, SelfAttention
+from tests.models import BATCH, FeedForward, SelfAttention, module_of
 
 FUSED = (activation_fake_quantize_mx, layer_norm_fake_quantize_mx)
 
@@ -66,40 +66,31 @@ def test_queries_keys_and_values_are_quantized_by_one_call():
 
 
 def test_a_sum_that_something_else_reads_stays():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm, self.first = nn.LayerNorm(64), nn.Linear(64, 64)
-
-        def forward(self, x):
-            summed = x + x.flip(0)
-            return self.first(self.norm(summed)) + summed
+    def forward(self, x):
+        summed = x + x.flip(0)
+        return self.first(self.norm(summed)) + summed
 
     x = torch.randn(40, 64)
-    converted, fused = lowered(Net(), x)
+    converted, fused = lowered(module_of(forward, norm=nn.LayerNorm(64), first=nn.Linear(64, 64)), x)
     assert calls(fused, layer_norm_fake_quantize_mx)[0].args[1] is None
     assert relative_error(fused(x), converted(x)) < 1e-3
 
 
 def test_what_is_written_is_read_where_it_was():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.norm, self.second = nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64)
-
-        def forward(self, x):
-            y = self.first(x)
-            summed = x + y
-            active = F.gelu(y)
-            y.mul_(3)
-            normed = self.norm(summed)
-            late = self.second(normed)
-            z = self.norm(y)
-            z.add_(1)
-            return late + self.second(active) + self.second(z) + y
+    def forward(self, x):
+        y = self.first(x)
+        summed = x + y
+        active = F.gelu(y)
+        y.mul_(3)
+        normed = self.norm(summed)
+        late = self.second(normed)
+        z = self.norm(y)
+        z.add_(1)
+        return late + self.second(active) + self.second(z) + y
 
     x = torch.randn(40, 64)
-    converted, fused = lowered(Net(), x)
+    model = module_of(forward, first=nn.Linear(64, 64), norm=nn.LayerNorm(64), second=nn.Linear(64, 64))
+    converted, fused = lowered(model, x)
     assert [n.args[1] for n in calls(fused, layer_norm_fake_quantize_mx)] == [None]  # of an unwritten tensor
     assert "gelu" not in [n.args[1] for n in calls(fused, activation_fake_quantize_mx)]
     assert relative_error(fused(x), converted(x)) < 1e-3

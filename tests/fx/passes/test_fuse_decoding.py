@@ -14,6 +14,7 @@ from pt2mx.ops.linear import linear_mx, linear_mx_mma_layout
 from tests.every_device import everywhere
 from tests.graph import calls
 from tests.language_models import decoder_by_recipe, round_weights, tiny_decoder
+from tests.models import module_of
 
 aten = torch.ops.aten
 TOKENS = torch.tensor([[7], [200]])
@@ -106,22 +107,18 @@ def test_skipped_gates(change):
     rows = 14 if change == "7 columns" else 32
     scale, data = torch.ops.pt2mx.quantize_mx(torch.randn(rows, 64), "fp8_e4m3", 32, 1, "floor", "even")
 
-    class Gated(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.data, self.scale = torch.nn.Buffer(data), torch.nn.Buffer(scale)
+    def forward(self, x):
+        y = linear_mx(x, self.data, self.scale, None, "fp8_e4m3", 32, 0)
+        one, other = y[..., : rows // 2], y[..., rows // 2 :]
+        gated = torch.nn.functional.silu(one) * other
+        if change == "gate is used twice":
+            return gated + one
+        if change == "a weight is used twice":
+            return gated, linear_mx(x + 1, self.data, self.scale, None, "fp8_e4m3", 32, 0)
+        return gated
 
-        def forward(self, x):
-            y = linear_mx(x, self.data, self.scale, None, "fp8_e4m3", 32, 0)
-            one, other = y[..., : rows // 2], y[..., rows // 2 :]
-            gated = torch.nn.functional.silu(one) * other
-            if change == "gate is used twice":
-                return gated + one
-            if change == "a weight is used twice":
-                return gated, linear_mx(x + 1, self.data, self.scale, None, "fp8_e4m3", 32, 0)
-            return gated
-
-    graph = torch.export.export(Gated(), (torch.randn(3, 64).bfloat16(),)).module()
+    model = module_of(forward, data=torch.nn.Buffer(data), scale=torch.nn.Buffer(scale))
+    graph = torch.export.export(model, (torch.randn(3, 64).bfloat16(),)).module()
     before = graph.code
     assert everywhere(interleave_gates)(graph).code == before
 

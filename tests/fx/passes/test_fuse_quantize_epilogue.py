@@ -15,6 +15,7 @@ from pt2mx.ops.linear import linear_mx
 from pt2mx.ops.quantize_epilogue import linear_fake_quantize_mx
 from tests.flow import convert
 from tests.graph import count, namespaces
+from tests.models import module_of
 
 
 @pytest.fixture(autouse=True)
@@ -75,21 +76,17 @@ def test_an_activation_between_two_compiled_matmuls(name, recipe):
         torch.testing.assert_close(torch.compile(fused)(x), fused(x), rtol=0, atol=0)
 
 
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.q, self.k, self.v = (nn.Linear(64, 64) for _ in range(3))
+def test_queries_keys_and_values():
+    """Queries, keys and values are one matmul, quantized by one epilogue."""
 
     def forward(self, x):  # (B, S, 64)
         q, k, v = (layer(x).unflatten(-1, (2, 32)).transpose(1, 2) for layer in (self.q, self.k, self.v))
         return torch.nn.functional.scaled_dot_product_attention(q, k, v)
 
-
-def test_queries_keys_and_values():
-    """Queries, keys and values are one matmul, quantized by one epilogue."""
     torch.manual_seed(0)
     x = torch.randn(2, 40, 64, dtype=torch.bfloat16)
-    fused, without = lowered(Attention(), x, "mxfp8")
+    attention = module_of(forward, **{name: nn.Linear(64, 64) for name in "qkv"})
+    fused, without = lowered(attention, x, "mxfp8")
     assert (count(fused, linear_fake_quantize_mx), count(fused, linear_mx)) == (1, 0)
     assert torch.equal(fused(x), without(x))
 

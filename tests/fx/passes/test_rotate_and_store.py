@@ -19,6 +19,7 @@ from tests.every_device import everywhere
 from tests.fx.passes.test_decoding_attention import step
 from tests.graph import calls
 from tests.language_models import decoder_by_recipe, decoder_of_codes
+from tests.models import module_of
 from tests.pt2mx.ops.test_rope import rotated
 
 aten = torch.ops.aten
@@ -88,12 +89,9 @@ def test_a_rotation_of_three_parts():
 
 
 def test_a_rotation_by_another_half():
-    class Rotation(torch.nn.Module):
-        def forward(self, x, cos, sin):
-            return x * cos + torch.cat([-x[..., 2:8], x[..., :6]], -1) * sin
-
     x = torch.randn(1, 2, 1, 12).bfloat16()
-    graph = torch.export.export(Rotation(), (x, x, 2 * x)).module(check_guards=False)
+    net = module_of(lambda self, x, cos, sin: x * cos + torch.cat([-x[..., 2:8], x[..., :6]], -1) * sin)
+    graph = torch.export.export(net, (x, x, 2 * x)).module(check_guards=False)
     (total,) = calls(graph, aten.add.Tensor)
     assert _rotated(total) is None
 

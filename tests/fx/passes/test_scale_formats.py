@@ -14,6 +14,7 @@ from tests.every_device import everywhere
 from tests.float_scale_models import IDS, Net, quantized
 from tests.flow import exported
 from tests.graph import calls, namespaces
+from tests.models import module_of
 
 NAMES = ("nvfp4", "fp4_e2m1{16}(e4m3_f32_divisor)", "int4{32}(bf16)", "fp8_e4m3{16x32}(f32)", "fp8_e4m3{32x32}")
 ops = torch.ops.pt2mx
@@ -133,17 +134,13 @@ def _attention_args(key_scale, key, key_tensor, value_scale, value, value_tensor
 
 def test_weights_of_subgraphs():
     """Codes, scales and the tensor scale of a weight become operands of the call."""
-
-    class Branches(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = torch.nn.Linear(64, 32), torch.nn.Linear(64, 32)
-
-        def forward(self, x):
-            return torch.cond(x.sum() > 0, lambda x: self.a(x).relu(), self.b, (x,))
-
     x = torch.randn(4, 64)
-    model = exported(Branches().eval(), x)
+    branches = module_of(
+        lambda self, x: torch.cond(x.sum() > 0, lambda x: self.a(x).relu(), self.b, (x,)),
+        a=torch.nn.Linear(64, 32),
+        b=torch.nn.Linear(64, 32),
+    )
+    model = exported(branches.eval(), x)
     mark_constants(model)
     for graph in graph_modules(model):
         for node in calls(graph, torch.ops.aten.linear.default):

@@ -16,7 +16,7 @@ from pt2mx.ops.linear import linear_mx
 from tests.every_device import everywhere
 from tests.flow import convert
 from tests.graph import calls
-from tests.models import BATCH
+from tests.models import BATCH, module_of
 
 
 @pytest.fixture(autouse=True)
@@ -126,24 +126,18 @@ def test_tied_weights_and_graphs_inside():
         torch.testing.assert_close(after(sign), converted(sign))
 
 
-class Pair(nn.Module):
+def test_codes_of_a_pair_are_used():
     """A pair whose codes are an output too."""
-
-    def __init__(self):
-        super().__init__()
-        scale, data = pt2mx.quantize_mx(torch.randn(32, 64), "mxfp8")
-        self.register_buffer("data", data)
-        self.register_buffer("scale", scale)
 
     def forward(self, x):
         scale, data = torch.ops.pt2mx.quantize_mx(x, "fp8_e4m3", 32, -1, "floor", "even")
         y = torch.ops.pt2mx.dequantize_mx(data, scale, "fp8_e4m3", 32, x.dtype, 1)
         return torch.ops.pt2mx.linear_mx(y, self.data, self.scale, None, "fp8_e4m3", 32, 0), data
 
-
-def test_codes_of_a_pair_are_used():
     x = torch.randn(4, 64)
-    model = torch.export.export(Pair(), (x,)).module()
+    scale, data = pt2mx.quantize_mx(torch.randn(32, 64), "mxfp8")
+    pair = module_of(forward, data=nn.Buffer(data), scale=nn.Buffer(scale))
+    model = torch.export.export(pair, (x,)).module()
     want = model(x)
     after = scaled(model, everywhere(use_scaled_mm))
     assert counts(after) == [1, 0, 1, 1] and not calls(after, ops.dequantize_mx)

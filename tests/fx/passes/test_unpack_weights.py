@@ -8,7 +8,7 @@ from pt2mx.kernels.select import USES
 from pt2mx.ops import linear
 from tests.flow import convert
 from tests.graph import count
-from tests.models import BATCH, IDS, Tied
+from tests.models import BATCH, IDS, Tied, module_of
 from tests.subgraph_models import QUANTIZER, Cond, X
 
 aten = torch.ops.aten
@@ -21,15 +21,9 @@ def without_bfloat16_instructions(monkeypatch):
         monkeypatch.setitem(USES, use, {})
 
 
-class Vision(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.stem, self.conv = nn.Conv2d(3, 32, 3), nn.Conv2d(32, 64, 3)
-        self.conv1d, self.head = nn.Conv1d(64, 64, 3), nn.Linear(64, 10)
-
-    def forward(self, x):
-        x = self.conv(torch.relu(self.stem(x)))
-        return self.head(self.conv1d(x.view(x.shape[0], 64, -1)).mean(2))
+def vision(self, x):
+    x = self.conv(torch.relu(self.stem(x)))
+    return self.head(self.conv1d(x.view(x.shape[0], 64, -1)).mean(2))
 
 
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp4_weight_only"])
@@ -52,7 +46,10 @@ def test_before_and_after(recipe):
 @pytest.mark.usefixtures("compiler")
 def test_convolutions():
     torch.manual_seed(0)
-    model, x = Vision(), torch.randn(2, 3, 12, 12)
+    net = module_of(
+        vision, stem=nn.Conv2d(3, 32, 3), conv=nn.Conv2d(32, 64, 3), conv1d=nn.Conv1d(64, 64, 3), head=nn.Linear(64, 10)
+    )
+    model, x = net, torch.randn(2, 3, 12, 12)
     converted = convert(model, (x,))
     lowered = lower_to_inductor(converted, unpack=True)
     assert torch.equal(lowered(x), converted(x))
@@ -73,16 +70,8 @@ def test_weights_that_a_graph_inside_reads_stay_packed(quantize):
 
 
 def test_a_weight_that_several_read_is_unpacked_once():
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fc = nn.Linear(64, 64)
-
-        def forward(self, x):
-            return self.fc(torch.relu(self.fc(x)))
-
     x = torch.randn(3, 64)
-    converted = convert(Twice(), (x,))
+    converted = convert(module_of(lambda self, x: self.fc(torch.relu(self.fc(x))), fc=nn.Linear(64, 64)), (x,))
     lowered = pt2mx.lower_to_inductor(converted, unpack=True)
     assert torch.equal(lowered(x), converted(x)) and sum(n.endswith("_unpacked") for n in lowered.state_dict()) == 1
 

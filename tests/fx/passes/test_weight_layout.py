@@ -12,6 +12,7 @@ from pt2mx.ops import linear
 from tests.every_device import everywhere
 from tests.flow import exported
 from tests.graph import called, calls
+from tests.models import module_of
 from tests.packed_weight import Matmul, is_packed
 
 
@@ -83,12 +84,9 @@ def test_other_weights_stay(module):
 
 
 def test_weights_that_are_inputs_stay():
-    class Inner(torch.nn.Module):
-        def forward(self, x, data, scale):
-            return x @ ops.dequantize_mx(data, scale, "fp8_e4m3", 32, torch.float32, 0)
-
     args = torch.randn(2, 64), torch.zeros(64, 8, dtype=torch.uint8), torch.zeros(2, 8, dtype=torch.uint8)
-    model = exported(Inner(), *args)
+    inner = module_of(lambda self, x, data, scale: x @ ops.dequantize_mx(data, scale, "fp8_e4m3", 32, torch.float32, 0))
+    model = exported(inner, *args)
     code = model.code
     assert make_weights_k_major(model).code == code
 

@@ -8,6 +8,7 @@ import pt2mx
 from pt2mx import MXQuantizer, get_default_mx_quantization_config
 from pt2mx.fx.training.fuse_batch_norm import NormalizedLayer, ScaledWeight
 from tests.flow import exported
+from tests.models import module_of
 from tests.training_models import NORMALIZED_LAYERS, layer_and_norm
 
 QUANTIZER = MXQuantizer().set_global(get_default_mx_quantization_config("mxfp6{8}", "mxfp8{8}"))
@@ -117,18 +118,14 @@ def test_two_layers_that_share_a_weight_keep_their_own_batch_norms():
 
 @pytest.mark.parametrize("training", [True, False])
 def test_in_a_graph_inside(training):
-    class Frozen(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv, self.bn, self.head = nn.Conv2d(4, 8, 1), nn.BatchNorm2d(8), nn.Conv2d(8, 2, 1)
-
-        def forward(self, x):
-            with torch.no_grad():
-                x = self.bn(self.conv(x))
-            return self.head(x)
+    def forward(self, x):
+        with torch.no_grad():
+            x = self.bn(self.conv(x))
+        return self.head(x)
 
     x = torch.randn(4, 4, 3, 3)
-    exported = torch.export.export(Frozen().train(training), (x,)).module()
+    model = module_of(forward, conv=nn.Conv2d(4, 8, 1), bn=nn.BatchNorm2d(8), head=nn.Conv2d(8, 2, 1))
+    exported = torch.export.export(model.train(training), (x,)).module()
     prepared = pt2mx.prepare_qat_pt2e(exported, QUANTIZER)
     assert any(isinstance(m, NormalizedLayer) for m in prepared.modules())
     prepared.train()(x)

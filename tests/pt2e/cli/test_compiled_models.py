@@ -9,6 +9,7 @@ from pt2mx import MXQuantizer, load_package
 from pt2mx.pt2e.cli.command import main
 from pt2mx.pt2e.cli.float_model import export
 from pt2mx.pt2e.packages.compile import compile_program
+from tests.models import module_of
 
 
 class Attention(nn.Module):
@@ -42,18 +43,14 @@ def test_package_of_an_attention_takes_sequences_of_every_length(example, portab
 
 @pytest.mark.compiled
 def test_inputs_that_a_model_writes(tmp_path, monkeypatch, capsys):
-    class Cached(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(64, 64)
-
-        def forward(self, cache, x):
-            cache.add_(self.linear(x))
-            return cache * 2
+    def forward(self, cache, x):
+        cache.add_(self.linear(x))
+        return cache * 2
 
     monkeypatch.chdir(tmp_path)
     args = torch.randn(4, 64), torch.randn(4, 64)
-    prepared = pt2mx.prepare_pt2e(torch.export.export(Cached().eval(), args).module(), MXQuantizer.from_recipe("mxfp8"))
+    model = module_of(forward, linear=nn.Linear(64, 64))
+    prepared = pt2mx.prepare_pt2e(torch.export.export(model.eval(), args).module(), MXQuantizer.from_recipe("mxfp8"))
     program = torch.export.export(pt2mx.convert_pt2e(prepared), args)
     torch.export.save(program, "cached.pt2")
     assert main(["compile", "cached.pt2", "--output", "cached.aoti.pt2"]) == 0

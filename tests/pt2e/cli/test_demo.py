@@ -88,20 +88,11 @@ def test_no_place_for_the_folder(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err.startswith("pt2mx: error: could not make the folder 'file/folder': NotADirectory")
 
 
-class Encoder(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(64, 8)
-
-    def forward(self, x):
-        return self.linear(x)
-
-
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """A float program and a quantized one; their inputs replace MiniLM's."""
     torch.manual_seed(0)
-    encoder, x = Encoder().eval(), torch.randn(72, 64)
+    encoder, x = nn.Sequential(nn.Linear(64, 8)).eval(), torch.randn(72, 64)
     exported = torch.export.export(encoder, (x,))
     prepared = pt2mx.prepare_pt2e(exported.module(), pt2mx.MXQuantizer.from_recipe("mxfp8"))
     pt2mx.save_program(exported, tmp_path / "float.pt2")

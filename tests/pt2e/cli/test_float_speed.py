@@ -9,7 +9,7 @@ from pt2mx.fx.graph.node import is_ours
 from pt2mx.pt2e.cli.float_speed import float_graph, speed_beside_float
 from pt2mx.pt2e.report.speed import ROUNDS
 from tests.flow import convert
-from tests.models import IDS, Tied
+from tests.models import IDS, Tied, module_of
 from tests.subgraph_models import Cond
 
 X = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
@@ -48,17 +48,13 @@ def test_rotations_of_activations_are_left_out():
 
 
 def test_a_program_over_codes_is_not_one_in_float():
-    class Cached(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("codes", torch.zeros(8, 64, dtype=torch.uint8))
+    def forward(self, x):
+        scales = torch.full((8, 2), 127, dtype=torch.uint8)
+        codes = self.codes + x.sign().to(torch.uint8)
+        return x * torch.ops.pt2mx.dequantize_mx(codes, scales, "fp8_e4m3", 32, torch.float32, -1)
 
-        def forward(self, x):
-            scales = torch.full((8, 2), 127, dtype=torch.uint8)
-            codes = self.codes + x.sign().to(torch.uint8)
-            return x * torch.ops.pt2mx.dequantize_mx(codes, scales, "fp8_e4m3", 32, torch.float32, -1)
-
-    speed = speed_beside_float("own", lambda: None, torch.export.export(Cached(), (X,)), ((X,), {}), CPU)
+    model = module_of(forward, codes=nn.Buffer(torch.zeros(8, 64, dtype=torch.uint8)))
+    speed = speed_beside_float("own", lambda: None, torch.export.export(model, (X,)), ((X,), {}), CPU)
     assert list(speed.rounds) == ["own"] and set(speed.failures) == {"bfloat16", "float32"}
     assert "the program computes with codes: it calls pt2mx.dequantize_mx" in speed.failures["float32"]
 

@@ -15,6 +15,7 @@ from pt2mx.pt2e.inspect.inspect_file import _called_weight, inspect_file
 from pt2mx.pt2e.inspect.schema import TensorInfo, _histogram
 from tests.flow import convert
 from tests.language_models import quantized_decoder, tokenizer_of_bytes
+from tests.models import module_of
 
 BATCH = ({0: torch.export.Dim("batch", max=64)},)
 
@@ -189,17 +190,13 @@ def _(x):
 """
 
 
-class Twice(nn.Module):
-    def forward(self, x):
-        return torch.ops.pt2mx_test_import.twice(x)
-
-
 def test_a_program_with_a_custom_operator(tmp_path, capsys):
     name, path = "pt2mx_test_import", str(tmp_path / "twice.pt2")
     with torch.library._scoped_library(name, "FRAGMENT") as library:
         library.define("twice(Tensor x) -> Tensor")
         library.impl("twice", torch.empty_like, "Meta")
-        torch.export.save(torch.export.export(Twice(), (torch.ones(2),)), path)
+        twice = module_of(lambda self, x: torch.ops.pt2mx_test_import.twice(x))
+        torch.export.save(torch.export.export(twice, (torch.ones(2),)), path)
     assert command.main(["inspect", path]) == 2
     error = capsys.readouterr().err
     assert f"calls the operator {name}::twice, which nothing defines here" in error and error.count("\n") == 1

@@ -8,16 +8,7 @@ from torch import nn
 
 from pt2mx import MXError
 from pt2mx.pt2e.debug.batches import arguments_of, call, check_values, leaves_of, named_leaves, several
-
-
-class Scaled(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(4, 8)
-
-    def forward(self, ids, *, by, rest):
-        return self.embedding(ids) * by[0] + rest["bias"]
-
+from tests.models import module_of
 
 IDS = torch.tensor([0, 3])
 BATCH = {"ids": IDS, "by": (2.0,), "rest": {"bias": torch.ones(8)}}
@@ -26,7 +17,10 @@ BATCH = {"ids": IDS, "by": (2.0,), "rest": {"bias": torch.ones(8)}}
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
-    return torch.export.export(Scaled().eval(), (IDS,), {"by": (2.0,), "rest": BATCH["rest"]}).module()
+    scaled = module_of(
+        lambda self, ids, *, by, rest: self.embedding(ids) * by[0] + rest["bias"], embedding=nn.Embedding(4, 8)
+    )
+    return torch.export.export(scaled.eval(), (IDS,), {"by": (2.0,), "rest": BATCH["rest"]}).module()
 
 
 def test_arguments_by_position_and_by_name(model):
@@ -38,12 +32,8 @@ def test_arguments_by_position_and_by_name(model):
 
 
 def test_a_call_writes_to_a_copy():
-    class Writing(nn.Module):
-        def forward(self, x):
-            return x.add_(1)
-
     x = torch.zeros(3)
-    model = torch.export.export(Writing(), (x.clone(),)).module()
+    model = torch.export.export(module_of(lambda self, x: x.add_(1)), (x.clone(),)).module()
     for batch in (x, (x,), [x], {"x": x}):
         assert torch.equal(call(model, batch), torch.ones(3)) and not x.any()
 

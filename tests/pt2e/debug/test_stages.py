@@ -9,6 +9,7 @@ import pt2mx
 from pt2mx import MXError, compare_stages
 from pt2mx.pt2e.debug.errors import ErrorSums
 from pt2mx.pt2e.page.page import asset
+from tests.models import chain, module_of
 from tests.stage_models import GRU, IDS, Normalized, stages
 from tests.subgraph_models import Branches
 
@@ -68,16 +69,8 @@ def test_an_injected_fault_is_the_first_line(net):
 
 
 def test_a_wrong_axis_is_the_first_line():
-    class Square(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.one, self.two = nn.Linear(64, 64), nn.Linear(64, 64)
-
-        def forward(self, x):
-            return self.two(self.one(x).relu())
-
     x = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
-    model = Square()
+    model = chain(one=nn.Linear(64, 64), relu=nn.ReLU(), two=nn.Linear(64, 64))
     model.two.weight.data *= torch.exp2(torch.arange(64) % 7)[:, None]  # otherwise all blocks have one scale
     exported, forms = stages(model, (x,), "mxfp8")
     broken = forms["converted"]
@@ -128,18 +121,13 @@ def test_folded_norms_written_inputs_and_tuples():
 
 
 def test_buffers_that_a_model_writes_are_restored():
-    class Counter(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(64, 64)
-            self.register_buffer("seen", torch.zeros(64))
-
-        def forward(self, x):
-            self.seen.add_(x.sum(0))
-            return self.linear(x) + self.seen
+    def forward(self, x):
+        self.seen.add_(x.sum(0))
+        return self.linear(x) + self.seen
 
     x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
-    exported, forms = stages(Counter(), (x,), "mxfp8", "mxfp8")
+    model = module_of(forward, linear=nn.Linear(64, 64), seen=nn.Buffer(torch.zeros(64)))
+    exported, forms = stages(model, (x,), "mxfp8", "mxfp8")
     before = {name: form.seen.clone() for name, form in {"float": exported, **forms}.items()}
     comparison = compare_stages(exported, forms, [x, 2 * x])
     assert all(torch.equal(form.seen, before[name]) for name, form in {"float": exported, **forms}.items())
@@ -186,16 +174,11 @@ def test_names_of_stages_are_text(net):
 
 @pytest.mark.filterwarnings("ignore:The tensor attributes self.rnn._flat_weights")  # export's
 def test_items_are_named_after_their_operator():
-    class Recurrent(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.rnn = nn.LSTM(64, 32)
+    def forward(self, x):
+        y, (state, _) = self.rnn(x)
+        return y, state
 
-        def forward(self, x):
-            y, (state, _) = self.rnn(x)
-            return y, state
-
-    exported, forms = stages(Recurrent(), (torch.randn(3, 2, 64),), "mxfp8", "mxfp8")
+    exported, forms = stages(module_of(forward, rnn=nn.LSTM(64, 32)), (torch.randn(3, 2, 64),), "mxfp8", "mxfp8")
     comparison = compare_stages(exported, forms, [torch.randn(3, 2, 64)])
     for name in forms:
         items = {row.node: row for row in comparison.of_stage(name) if row.node.startswith("lstm")}

@@ -10,6 +10,7 @@ from torchao.quantization.pt2e.quantizer import (
 
 import pt2mx
 from pt2mx import MXError, MXFakeQuantize, MXFormatObserver, MXObserver, MXSpec, mx_qspec
+from tests.models import module_of
 
 LINEAR = torch.ops.aten.linear.default
 
@@ -29,17 +30,6 @@ class Own(Quantizer):
 
     def validate(self, model):
         pass
-
-
-class Branches(nn.Module):
-    """A linear layer in a subgraph of a subgraph."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(64, 8)
-
-    def forward(self, x):
-        return torch.cond(x.sum() > 0, lambda x: self.layer(x) + 1, lambda x: x[:, :8] * 2, (x,))
 
 
 def exported(model=None):
@@ -108,7 +98,12 @@ def test_in_graphs_inside_too():
             return model
 
     with pytest.raises(MXError, match=r"Inner annotates linear.* 'mxfp4' of type str"):
-        pt2mx.prepare_pt2e(exported(Branches()), Inner("mxfp4", None, None))
+        # a linear layer in a subgraph of a subgraph
+        branches = module_of(
+            lambda self, x: torch.cond(x.sum() > 0, lambda x: self.layer(x) + 1, lambda x: x[:, :8] * 2, (x,)),
+            layer=nn.Linear(64, 8),
+        )
+        pt2mx.prepare_pt2e(exported(branches), Inner("mxfp4", None, None))
 
 
 @pytest.mark.parametrize("qscheme", [None, torch.per_tensor_affine, ("int8",), MXSpec("mxfp4")])

@@ -10,6 +10,7 @@ import pt2mx
 from pt2mx import MXQuantizer
 from pt2mx.pt2e.flow.weights import nonfinite_weights
 from tests.flow import exported
+from tests.models import module_of
 
 X = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(0))
 ROLES = ("conv", "norm", "dropout", "linear", "act", "recurrent", "table", "scale")
@@ -118,17 +119,18 @@ def test_a_folded_bias_is_written_over_no_other_parameter(layer):
 
 
 def test_a_counter_that_is_no_batch_norms_counts_in_evaluation_too():
-    class Counting(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear, self.norm, self.dropout = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5)
-            self.register_buffer("my_num_batches_tracked", torch.zeros((), dtype=torch.int64))
+    def forward(self, x):
+        self.my_num_batches_tracked.add_(1)
+        return self.dropout(self.norm(self.linear(x))) + self.my_num_batches_tracked
 
-        def forward(self, x):
-            self.my_num_batches_tracked.add_(1)
-            return self.dropout(self.norm(self.linear(x))) + self.my_num_batches_tracked
-
-    prepared = pt2mx.prepare_qat_pt2e(exported(Counting().train(), X[0, 0]), MXQuantizer.from_recipe("mxfp8"))
+    model = module_of(
+        forward,
+        linear=nn.Linear(8, 8),
+        norm=nn.BatchNorm1d(8),
+        dropout=nn.Dropout(0.5),
+        my_num_batches_tracked=nn.Buffer(torch.zeros((), dtype=torch.int64)),
+    )
+    prepared = pt2mx.prepare_qat_pt2e(exported(model.train(), X[0, 0]), MXQuantizer.from_recipe("mxfp8"))
     for training in (True, False, False):
         prepared.train(training)(X[0, 0])
     assert (int(prepared.my_num_batches_tracked), int(prepared.norm.num_batches_tracked)) == (3, 1)

@@ -9,7 +9,7 @@ import pt2mx
 from pt2mx import FORMATS, MXError, MXQuantizer, get_default_mx_quantization_config, ops
 from tests.flow import calibrated, exported
 from tests.graph import assert_unchanged, snapshot
-from tests.models import BATCH, IMAGES, NormalizedConv, exported_conv
+from tests.models import BATCH, IMAGES, NormalizedConv, exported_conv, module_of
 
 QUANTIZER = MXQuantizer().set_global(get_default_mx_quantization_config())
 
@@ -177,31 +177,23 @@ def test_the_gradient_of_the_input_passes_straight_through(element, compiles, co
 
 
 def test_a_split_weight_is_folded(quantize):
-    class Split(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(24, 8))
-
-        def forward(self, x):
-            return [nn.functional.linear(x, part) for part in self.weight.chunk(3)]
-
     inputs = (torch.randn(2, 8),)
-    want, _, converted = quantize(torch.export.export(Split().eval(), inputs), QUANTIZER, inputs)
+    split = module_of(
+        lambda self, x: [nn.functional.linear(x, part) for part in self.weight.chunk(3)],
+        weight=nn.Parameter(torch.randn(24, 8)),
+    )
+    want, _, converted = quantize(torch.export.export(split.eval(), inputs), QUANTIZER, inputs)
     assert all(torch.equal(a, b) for a, b in zip(converted(*inputs), want, strict=True))
     assert set(converted.state_dict()) == {f"weight_{k}{n}" for k in ("data", "scale") for n in ("", "_1", "_2")}
 
 
 def test_a_cast_weight_leaves_no_original(quantize):
-    class Cast(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(4, 8, dtype=torch.bfloat16))
-
-        def forward(self, x):
-            return nn.functional.linear(x, self.weight.to(x.dtype))
-
     inputs = (torch.randn(2, 8),)
-    want, _, converted = quantize(torch.export.export(Cast().eval(), inputs), QUANTIZER, inputs)
+    cast = module_of(
+        lambda self, x: nn.functional.linear(x, self.weight.to(x.dtype)),
+        weight=nn.Parameter(torch.randn(4, 8, dtype=torch.bfloat16)),
+    )
+    want, _, converted = quantize(torch.export.export(cast.eval(), inputs), QUANTIZER, inputs)
     assert torch.equal(converted(*inputs), want)
     assert set(converted.state_dict()) == {"weight_data", "weight_scale"}
 

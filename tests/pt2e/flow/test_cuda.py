@@ -16,7 +16,7 @@ from pt2mx.pt2e.packages.compile import compile_program
 from pt2mx.pt2e.packages.package import load_package
 from tests.compare import relative_error
 from tests.flow import exported
-from tests.models import IMAGES, NormalizedConv
+from tests.models import IMAGES, NormalizedConv, module_of
 from tests.subgraph_models import QUANTIZER, Autocast, Checkpoint, Cond, NoGrad, X
 from tests.training_models import NORMALIZED_LAYERS, WITH_MODES, layer_and_norm
 
@@ -57,17 +57,9 @@ def test_a_bert_layer_compiles_and_agrees(quantize, tmp_path):
 @pytest.mark.parametrize("unpack", [False, True])
 def test_lowered_to_a_device_without_an_index(unpack, quantize):
     """torch.export asserts the devices of casts, index and all."""
-
-    class Casts(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fc = torch.nn.Linear(64, 64)
-
-        def forward(self, x):
-            return self.fc(x.to(self.fc.weight.dtype)).to(torch.float32)
-
     x = torch.randn(3, 64, device="cuda")
-    program = torch.export.export(Casts().eval().to("cuda", torch.bfloat16), (x,))
+    casts = module_of(lambda self, x: self.fc(x.to(self.fc.weight.dtype)).to(torch.float32), fc=torch.nn.Linear(64, 64))
+    program = torch.export.export(casts.eval().to("cuda", torch.bfloat16), (x,))
     want, _, converted = quantize(program, MXQuantizer.from_recipe("mxfp8"), (x,))
     torch._dynamo.reset()
     with torch.no_grad():
@@ -211,17 +203,6 @@ def test_training_compiles_and_agrees():
     assert losses[1] == pytest.approx(losses[0], abs=1e-4) and losses[0][-1] < losses[0][0]
 
 
-class Masked(torch.nn.Module):
-    """Reads a mask at each id's position, past its end if the mask is shorter."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = torch.nn.Linear(64, 64)
-
-    def forward(self, x, mask):
-        return self.linear(x) * mask[torch.arange(x.shape[0], device=x.device)].unsqueeze(1)
-
-
 @pytest.mark.xfail(
     torch.__version__ < "2.12", reason="AOTInductor passes dtypes to operators as other dtypes: pytorch/pytorch#169157"
 )
@@ -230,7 +211,12 @@ def test_a_program_that_a_package_tries_with_an_index_out_of_range(quantize, tmp
     torch.manual_seed(0)
     inputs = torch.randn(8, 64, device="cuda"), torch.ones(8, device="cuda")
     rows = {0: torch.export.Dim.DYNAMIC}
-    program = torch.export.export(Masked().cuda(), inputs, dynamic_shapes=(rows, rows))
+    # reads a mask at each id's position, past its end if the mask is shorter
+    masked = module_of(
+        lambda self, x, mask: self.linear(x) * mask[torch.arange(x.shape[0], device=x.device)].unsqueeze(1),
+        linear=torch.nn.Linear(64, 64),
+    )
+    program = torch.export.export(masked.cuda(), inputs, dynamic_shapes=(rows, rows))
     _, _, converted = quantize(program, MXQuantizer.from_recipe("mxfp8"), inputs)
     program = torch.export.export(converted, inputs, dynamic_shapes=(rows, rows))
     path = str(tmp_path / "masked.aoti.pt2")

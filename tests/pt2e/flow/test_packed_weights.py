@@ -15,37 +15,23 @@ from tests.compare import differing
 from tests.flow import convert, prepare
 from tests.fresh_process import run_program
 from tests.language_models import exported_decoder, quantized_decoder
-from tests.models import IDS, IMAGES, Encoder, NormalizedConv, Tied
+from tests.models import IDS, IMAGES, Encoder, NormalizedConv, Tied, chain, module_of
 from tests.subgraph_models import QUANTIZER, Cond, WhileLoop
 
 
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lstm = nn.LSTM(20, 24, num_layers=2, bidirectional=True, batch_first=True)
-
-    def forward(self, x):
-        return self.lstm(x)[0]
+def recurrent():
+    lstm = nn.LSTM(20, 24, num_layers=2, bidirectional=True, batch_first=True)
+    return module_of(lambda self, x: self.lstm(x)[0], lstm=lstm)
 
 
-class Convolutions(nn.Module):
+def convolutions():
     """Blocks along the channels, which come first in the weight of a transposed convolution."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.ConvTranspose2d(3, 36, 3), nn.Conv2d(36, 6, 3)
-
-    def forward(self, x):
-        return self.down(self.up(x))
+    return chain(up=nn.ConvTranspose2d(3, 36, 3), down=nn.Conv2d(36, 6, 3))
 
 
-class TwoTables(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.tables = nn.ModuleList([nn.Embedding(20, 70), nn.Embedding(5, 70)])
-
-    def forward(self, ids):
-        return self.tables[0](ids) + self.tables[1](ids % 5)
+def two_tables():
+    tables = nn.ModuleList([nn.Embedding(20, 70), nn.Embedding(5, 70)])
+    return module_of(lambda self, ids: self.tables[0](ids) + self.tables[1](ids % 5), tables=tables)
 
 
 def mlp():
@@ -56,10 +42,10 @@ def mlp():
 CASES = {
     "readme": (mlp, (torch.randn(8, 64),), "mxfp4_weight_only", ["0.weight", "2.weight"]),
     "tied": (Tied, (IDS,), "mxfp4", ["head.weight", "query.weight", "key.weight", "up"]),
-    "tables": (TwoTables, (IDS,), "mxfp6", ["tables.0.weight", "tables.1.weight"]),
-    "convolutions": (Convolutions, IMAGES, "mxfp6", ["up.weight", "down.weight"]),
+    "tables": (two_tables, (IDS,), "mxfp6", ["tables.0.weight", "tables.1.weight"]),
+    "convolutions": (convolutions, IMAGES, "mxfp6", ["up.weight", "down.weight"]),
     "lstm": (
-        Recurrent,
+        recurrent,
         (torch.randn(2, 5, 20),),
         "mxfp8",
         [f"lstm.weight_{kind}_l{i}{way}" for i in "01" for way in ("", "_reverse") for kind in ("ih", "hh")],

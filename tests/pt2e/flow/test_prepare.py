@@ -8,7 +8,7 @@ import pt2mx
 from pt2mx import MXError, MXFakeQuantize, MXObserver, MXQuantizer, get_default_mx_quantization_config
 from tests.flow import exported
 from tests.graph import assert_unchanged, snapshot
-from tests.models import IMAGES, NormalizedConv, exported_conv
+from tests.models import IMAGES, NormalizedConv, exported_conv, module_of
 
 QUANTIZER = MXQuantizer().set_global(get_default_mx_quantization_config())
 
@@ -73,17 +73,13 @@ def test_a_shared_weight_is_observed_once():
 
 
 def test_dead_code_is_not_quantized():
-    class Dead(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.used, self.unused = nn.Linear(8, 8), nn.Linear(8, 8)
-
-        def forward(self, x):
-            self.unused(x)
-            return self.used(x)
+    def forward(self, x):
+        self.unused(x)
+        return self.used(x)
 
     inputs = (torch.randn(2, 8),)
-    prepared = pt2mx.prepare_pt2e(exported(Dead().eval(), *inputs), QUANTIZER)
+    model = module_of(forward, used=nn.Linear(8, 8), unused=nn.Linear(8, 8))
+    prepared = pt2mx.prepare_pt2e(exported(model.eval(), *inputs), QUANTIZER)
     assert len(pt2mx.quantization_report(prepared).operators) == 1
 
 
@@ -192,14 +188,7 @@ def test_qat_converts_after_torchaos_switch_to_eval():
 
 
 def test_what_trains_in_an_evaluated_model_is_named():
-    class Sampling(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(8, 8)
-
-        def forward(self, x):
-            return self.linear(torch.nn.functional.dropout(x, 0.5, True))
-
-    model = exported(Sampling().eval(), torch.randn(2, 8))
+    sampling = module_of(lambda self, x: self.linear(torch.nn.functional.dropout(x, 0.5, True)), linear=nn.Linear(8, 8))
+    model = exported(sampling.eval(), torch.randn(2, 8))
     with pytest.warns(UserWarning, match="^the exported model runs dropout in training mode, the prepared and"):
         pt2mx.prepare_pt2e(model, QUANTIZER)

@@ -16,6 +16,7 @@ from pt2mx.pt2e.flow.shared_scales import connected, share_tensor_scales
 from pt2mx.pt2e.observe.tensor_scales import shared_amax
 from tests.flow import calibrated, exported
 from tests.graph import calls, count
+from tests.models import module_of
 
 ops = torch.ops.pt2mx
 X = torch.randn(6, 32, generator=torch.Generator().manual_seed(0))
@@ -128,20 +129,14 @@ def test_training_uses_the_current_values():
     assert gradient.isfinite().all() and gradient.any()
 
 
-class Experts(nn.Module):
-    """Many layers of one input."""
-
-    def __init__(self):
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(64))
-
-    def forward(self, x):
-        return sum(expert(x) for expert in self.experts)
-
-
 @pytest.mark.compiled
 def test_the_magnitude_of_many_siblings_is_computed_once():
-    model, x = Experts(), X[:, :16]
+    # many layers of one input
+    experts = module_of(
+        lambda self, x: sum(expert(x) for expert in self.experts),
+        experts=nn.ModuleList(nn.Linear(16, 16, bias=False) for _ in range(64)),
+    )
+    model, x = experts, X[:, :16]
     qat = pt2mx.prepare_qat_pt2e(exported(model, x), quantizer())
     assert count(qat, torch.ops.aten.abs.default) == 64
     converted = pt2mx.convert_pt2e(qat, fold_quantize=False)
@@ -208,20 +203,14 @@ def test_only_matrices_of_one_input_and_spec_share():
         assert torch.equal(converted(x, ids), prepared(x, ids))
 
 
-class Layers(nn.Module):
-    """Two layers, each with keys and values of one input."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.ModuleDict({n: nn.Linear(32, 32) for n in ("k", "v")}) for _ in range(2))
-
-    def forward(self, x):
-        return sum(layer["k"](x) * layer["v"](x) for layer in self.layers)
-
-
 def test_modules_keep_scales_of_their_own():
     torch.manual_seed(0)
-    converted = pt2mx.convert_pt2e(pt2mx.prepare_pt2e(exported(Layers().eval(), X), quantizer()))
+    # two layers, each with keys and values of one input
+    layers = module_of(
+        lambda self, x: sum(layer["k"](x) * layer["v"](x) for layer in self.layers),
+        layers=nn.ModuleList(nn.ModuleDict({n: nn.Linear(32, 32) for n in ("k", "v")}) for _ in range(2)),
+    )
+    converted = pt2mx.convert_pt2e(pt2mx.prepare_pt2e(exported(layers.eval(), X), quantizer()))
     values = scales(converted)
     of_layers = [{values[f"layers.{i}.{name}.weight_tensor_scale"] for name in "kv"} for i in range(2)]
     assert len(of_layers[0]) == len(of_layers[1]) == 1 and of_layers[0] != of_layers[1]

@@ -10,6 +10,7 @@ from torchao.quantization.pt2e import quantize_pt2e
 import pt2mx
 from pt2mx import MXQuantizationConfig, MXQuantizer, quantization_report
 from tests.flow import calibrated, convert, exported, reloaded, saved_bytes
+from tests.models import module_of
 
 FP4, FP8 = MXQuantizationConfig(weight="mxfp4"), MXQuantizationConfig(weight="mxfp8")
 X = torch.randn(2, 64)
@@ -210,19 +211,14 @@ def test_a_loaded_program_counts_a_weight_in_two_formats_once(formats):
         assert (report.values, report.bytes_before) == (4096, FLOAT)
 
 
-class Cast(nn.Module):
+def cast(self, x):
     """A weight in float32, and cast to bfloat16."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(64, 64))
-
-    def forward(self, x):
-        return nn.functional.linear(nn.functional.linear(x, self.weight).bfloat16(), self.weight.bfloat16())
+    return nn.functional.linear(nn.functional.linear(x, self.weight).bfloat16(), self.weight.bfloat16())
 
 
 def test_a_loaded_program_counts_a_weight_in_two_dtypes_once():
-    converted = convert(Cast().eval(), (X,), MXQuantizer().set_global(FP4))
+    model = module_of(cast, weight=nn.Parameter(torch.randn(64, 64)))
+    converted = convert(model.eval(), (X,), MXQuantizer().set_global(FP4))
     report = quantization_report(reloaded(torch.export.export(converted, (X,))).module())
     assert (report.values, report.bytes_before) == (4096, FLOAT)
 

@@ -19,7 +19,7 @@ from pt2mx import (
 )
 from tests.flow import exported
 from tests.graph import quantized_at_each_call
-from tests.models import OF_EACH_KIND, TwoLayers
+from tests.models import OF_EACH_KIND, TwoLayers, module_of
 
 
 @pytest.mark.parametrize("name", OF_EACH_KIND)
@@ -63,15 +63,8 @@ def test_torchaos_convert_says_where_it_leaves_weights_in_float():
 
 
 def test_a_float_weight_that_something_else_reads_stays_in_torchaos_convert():
-    class Penalized(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(64, 8)
-
-        def forward(self, x):
-            return self.layer(x), self.layer.weight.square().sum()
-
-    x, model = torch.randn(4, 64), Penalized()
+    penalized = module_of(lambda self, x: (self.layer(x), self.layer.weight.square().sum()), layer=nn.Linear(64, 8))
+    x, model = torch.randn(4, 64), penalized
     quantizer = MXQuantizer().set_global(get_default_mx_quantization_config("mxfp8", "mxfp8"))
     converted = torchao.convert_pt2e(torchao.prepare_pt2e(exported(model, x), quantizer))
     assert {"layer.weight", "layer.weight_data", "layer.weight_scale"} <= set(converted.state_dict())

@@ -15,6 +15,7 @@ from pt2mx import MXError, MXFakeQuantize, MXObserver, MXQuantizer, get_default_
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.observe.torchao_pt2e import FakeQuantizeBase, ObserverBase
 from tests.flow import calibrated, exported
+from tests.models import module_of
 
 CONFIG = get_default_mx_quantization_config("mxfp4", "mxfp8")
 QUANTIZER = MXQuantizer().set_global(CONFIG)
@@ -56,18 +57,14 @@ def test_trap_02_constructor():
 
 def test_trap_03_implicit_sharing():
     """Two consumers of one tensor got one observer whatever format, axis and block they asked for."""
-
-    class Shared(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
-
-        def forward(self, x):
-            return self.a(x), self.b(x), x.t() @ x
-
     other = get_default_mx_quantization_config("mxfp4", "mxint8{16}")
     quantizer = MXQuantizer().set_global(CONFIG).set_module_name("b", other)
-    model, prepared = converted(Shared(), torch.randn(64, 64), quantizer=quantizer)
+    shared = module_of(
+        lambda self, x: (self.a(x), self.b(x), x.t() @ x),
+        a=nn.Linear(64, 64, bias=False),
+        b=nn.Linear(64, 64, bias=False),
+    )
+    model, prepared = converted(shared, torch.randn(64, 64), quantizer=quantizer)
     specs = {(s.element.name, s.block_size, s.axis) for s in pairs(model)}
     assert specs == {("fp8_e4m3", 32, 1), ("fp8_e4m3", 32, 0), ("int8", 16, 1), ("fp4_e2m1", 32, 1)}
     x = torch.randn(64, 64)
@@ -80,14 +77,10 @@ def test_trap_03_implicit_sharing():
 
 def test_trap_04_repeated_arguments():
     """Specs are keyed by node: `x @ x` and `sdpa(x, x, x)` got one for all their arguments."""
-
-    class Repeated(nn.Module):
-        def forward(self, x):
-            return x @ x, nn.functional.scaled_dot_product_attention(x, x, x)
-
     x = torch.randn(2, 64, 64)
     config = pt2mx.get_default_mx_quantization_config("mxfp8", "mxfp8", value_blocks="key_length")
-    model, _ = converted(Repeated(), x, quantizer=MXQuantizer().set_global(config))
+    repeated = module_of(lambda self, x: (x @ x, nn.functional.scaled_dot_product_attention(x, x, x)))
+    model, _ = converted(repeated, x, quantizer=MXQuantizer().set_global(config))
     rows, columns = pt2mx.fake_quantize_mx(x, "mxfp8"), pt2mx.fake_quantize_mx(x, "mxfp8", axis=-2)
     got = model(x)
     assert torch.equal(got[0], rows @ columns)
@@ -211,19 +204,14 @@ def test_trap_18_train_and_eval(prepare):
 def test_trap_20_integers_and_constants():
     """Integer, bool and constant tensors got observers."""
 
-    class Masked(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.table = nn.Embedding(10, 64)
-
-        def forward(self, tokens):
-            x = self.table(tokens)
-            mask = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).tril()
-            positions = torch.cumsum(torch.ones_like(tokens), 1)
-            return nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=mask) + positions.unsqueeze(-1)
+    def forward(self, tokens):
+        x = self.table(tokens)
+        mask = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).tril()
+        positions = torch.cumsum(torch.ones_like(tokens), 1)
+        return nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=mask) + positions.unsqueeze(-1)
 
     tokens = torch.randint(10, (2, 8))
-    model, prepared = converted(Masked(), tokens)
+    model, prepared = converted(module_of(forward, table=nn.Embedding(10, 64)), tokens)
     observed = [n.args[0].meta["val"].dtype for n in prepared.graph.find_nodes(op="call_module") if "post" in n.target]
     assert observed == [torch.float32] * 4
     assert torch.equal(model(tokens), prepared(tokens))

@@ -6,6 +6,7 @@ from torch import nn
 
 import pt2mx
 from pt2mx import MXQuantizationConfig, MXQuantizer
+from tests.models import module_of
 
 
 class Model(nn.Module):
@@ -51,16 +52,11 @@ def test_prepare_and_convert(program, quantize, spelling, error, bits):
 
 
 def test_save_load_and_lower(quantize, tmp_path):
-    class Matmuls(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight, self.head = nn.Parameter(torch.randn(40, 64)), nn.Linear(64, 8)
-
-        def forward(self, x):
-            return self.head(x @ self.weight)
-
     args = (torch.randn(5, 40),)
-    converted = quantize(torch.export.export(Matmuls().eval(), args), quantizer("BFP[16|8]{32}"), args)[2]
+    matmuls = module_of(
+        lambda self, x: self.head(x @ self.weight), weight=nn.Parameter(torch.randn(40, 64)), head=nn.Linear(64, 8)
+    )
+    converted = quantize(torch.export.export(matmuls.eval(), args), quantizer("BFP[16|8]{32}"), args)[2]
     want, saved = converted(*args), torch.export.export(converted, args)
     for form in (saved, pt2mx.make_portable(saved)):
         torch.export.save(form, tmp_path / "model.pt2")

@@ -8,22 +8,18 @@ from torch import nn
 
 import pt2mx
 from pt2mx import MXQuantizer, get_default_mx_quantization_config
+from tests.models import module_of
 
 QUANTIZER = MXQuantizer().set_global(get_default_mx_quantization_config())
 
 
 def test_written_buffers_are_not_folded():
-    class Cache(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("keys", torch.randn(4, 8))
-
-        def forward(self, x):
-            self.keys.add_(x)
-            return x @ self.keys.t()
+    def forward(self, x):
+        self.keys.add_(x)
+        return x @ self.keys.t()
 
     inputs = (torch.randn(4, 8),)
-    model = torch.export.export(Cache().eval(), inputs)
+    model = torch.export.export(module_of(forward, keys=nn.Buffer(torch.randn(4, 8))).eval(), inputs)
     converted = pt2mx.convert_pt2e(pt2mx.prepare_pt2e(model.module(), QUANTIZER))
     assert "keys" in converted.state_dict() and "keys_data" not in converted.state_dict()
     for _ in range(3):
@@ -82,18 +78,13 @@ def test_what_is_written_through_a_view_is_quantized_as_written(model, quantize)
 
 
 def test_running_a_prepared_model_changes_no_buffer_of_the_callers():
-    class Counter(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.l = nn.Linear(8, 8)
-            self.register_buffer("n", torch.zeros(()))
-
-        def forward(self, x):
-            self.n.add_(1)
-            return self.l(x) * self.n
+    def forward(self, x):
+        self.n.add_(1)
+        return self.l(x) * self.n
 
     x = torch.randn(2, 8)
-    exported = torch.export.export(Counter().eval(), (x,)).module()
+    net = module_of(forward, l=nn.Linear(8, 8), n=nn.Buffer(torch.zeros(())))
+    exported = torch.export.export(net.eval(), (x,)).module()
     model = pt2mx.prepare_pt2e(exported, QUANTIZER)
     model(x)
     model(x)

@@ -15,6 +15,7 @@ from pt2mx.pt2e.observe.range_observers import (
     MXMovingAverageMinMaxObserver,
     ValueRange,
 )
+from tests.models import chain
 
 QSCHEME = ("mx", "fp4_e2m1", 32, 1, "floor", "even")
 KINDS = (MXMinMaxObserver, MXMovingAverageMinMaxObserver, MXHistogramObserver)
@@ -108,19 +109,10 @@ def test_observing_breaks_no_graph(make, compiler):
     assert module.value_range == eager.value_range
 
 
-class Layers(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 4)
-
-    def forward(self, x):
-        return self.b(self.a(x))
-
-
 def test_observers_by_role_go_through_the_flow():
     observers = {"activation": MXHistogramObserver.with_args(bins=64), "weight": MXMinMaxObserver.with_args(ch_axis=0)}
     config = pt2mx.MXQuantizationConfig("mxint8", "mxint8", bias="mxint8", observer=observers)
-    model, x = Layers().eval(), torch.randn(5, 32)
+    model, x = chain(a=nn.Linear(32, 32), b=nn.Linear(32, 4)).eval(), torch.randn(5, 32)
     program = torch.export.export(model, (x,))
     prepared = pt2mx.prepare_pt2e(program.module(), pt2mx.MXQuantizer().set_global(config))
     prepared(x)

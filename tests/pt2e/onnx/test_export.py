@@ -15,6 +15,7 @@ from pt2mx.pt2e.onnx.export import OPSETS, export_onnx
 from pt2mx.pt2e.onnx.nodes import DOMAIN, DequantizeMX, FakeQuantizeMX
 from tests.compare import same, sqnr
 from tests.flow import convert, exported, reloaded
+from tests.models import module_of
 from tests.onnx_nodes import differences, run
 
 BATCH, SEQUENCE = Dim("batch"), Dim("sequence", max=512)
@@ -238,13 +239,9 @@ def test_a_saved_program_has_its_inputs_and_shapes(name, exported_by, tmp_path):
 @pytest.mark.slow_except("True")
 @pytest.mark.parametrize("positional", [True, False])
 def test_keyword_inputs_in_any_order(positional, tmp_path):
-    class MatmulMinus(nn.Module):
-        def forward(self, a, b):
-            return a @ a - b
-
     inputs = {name: torch.randn(40, 40) for name in "ab"}
     arguments = (tuple(inputs.values()), {}) if positional else ((), inputs)
-    graph = torch.export.export(MatmulMinus(), *arguments).module()
+    graph = torch.export.export(module_of(lambda self, a, b: a @ a - b), *arguments).module()
     converted = pt2mx.convert_pt2e(pt2mx.prepare_pt2e(graph, MXQuantizer.from_recipe("mxfp8")))
     export_onnx(converted, tmp_path / "net.onnx", dict(reversed(inputs.items())))
     written = onnx.load(tmp_path / "net.onnx")
@@ -343,36 +340,23 @@ def test_outputs_and_dimensions_keep_their_names(tmp_path):
     assert dims_of(tmp_path / "named.onnx", pt2mx.load_program(tmp_path / "named.pt2")) == dims
 
 
-class Pairs(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(64, 32)
-
-    def forward(self, x):  # (B, S, 64) -> (B, S / 2, 32)
-        return self.linear(x).unflatten(1, (x.shape[1] // 2, 2)).sum(2)
-
-
 def test_saved_dimensions_keep_their_names_beside_others_that_export_infers(tmp_path):
     inputs, shapes = (torch.randn(3, 6, 64),), ({0: BATCH, 1: Dim.AUTO},)  # an even length has no Dim
-    converted = convert(Pairs().eval(), inputs, MXQuantizer.from_recipe("mxfp8"), shapes=shapes)
+    # (B, S, 64) -> (B, S / 2, 32)
+    pairs = module_of(
+        lambda self, x: self.linear(x).unflatten(1, (x.shape[1] // 2, 2)).sum(2), linear=nn.Linear(64, 32)
+    )
+    converted = convert(pairs.eval(), inputs, MXQuantizer.from_recipe("mxfp8"), shapes=shapes)
     pt2mx.save_program(torch.export.export(converted, inputs, dynamic_shapes=shapes), tmp_path / "pairs.pt2")
     dims = dims_of(tmp_path / "pairs.onnx", pt2mx.load_program(tmp_path / "pairs.pt2"))
     assert [sizes[0] for sizes in dims.values()] == ["batch", "batch"]
     assert "batch" not in dims["x"][1] and dims["x"][1] != 6
 
 
-class Sum(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(64, 32)
-
-    def forward(self, x, y):
-        return self.linear(x) + self.linear(y)
-
-
 def test_dimensions_keep_their_names_beside_equal_ones_without_a_name(tmp_path):
     inputs = torch.randn(3, 5, 64), torch.randn(3, 5, 64)
     named, free = {0: BATCH, 1: SEQUENCE}, {0: Dim.AUTO, 1: Dim.AUTO}
-    converted = convert(Sum().eval(), inputs, MXQuantizer.from_recipe("mxfp8"), shapes=(named, free))
+    net = module_of(lambda self, x, y: self.linear(x) + self.linear(y), linear=nn.Linear(64, 32))
+    converted = convert(net.eval(), inputs, MXQuantizer.from_recipe("mxfp8"), shapes=(named, free))
     dims = dims_of(tmp_path / "sum.onnx", converted, inputs, (named, free))
     assert dims["x"] == dims["y"] == ["batch", "sequence", 64]

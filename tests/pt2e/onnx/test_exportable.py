@@ -10,6 +10,7 @@ from pt2mx import MXError, MXQuantizer, export_onnx
 from pt2mx.pt2e.onnx.exportable import drop_size_assertions
 from tests.compare import same
 from tests.flow import convert, exported, reloaded
+from tests.models import module_of
 
 X, SQUARE = (torch.randn(2, 64),), (torch.randn(64, 64),)
 
@@ -100,12 +101,9 @@ def test_a_place_where_no_file_can_be_written(tmp_path):
 
 
 def test_codes_that_are_an_output_have_no_form(tmp_path):
-    class Codes(nn.Module):
-        def forward(self, x):
-            return torch.ops.pt2mx.quantize_mx(x, "fp8_e4m3", 32, -1, "floor", "even")
-
     with pytest.raises(MXError, match=r"pt2mx\.quantize_mx\.default of 'quantize_mx' has no ONNX form"):
-        export_onnx(exported(Codes(), *X), tmp_path / "net.onnx", X)
+        codes = module_of(lambda self, x: torch.ops.pt2mx.quantize_mx(x, "fp8_e4m3", 32, -1, "floor", "even"))
+        export_onnx(exported(codes, *X), tmp_path / "net.onnx", X)
     assert not list(tmp_path.iterdir())
 
 
@@ -147,18 +145,13 @@ def test_assertions_on_sizes_of_codes_go_and_others_stay():
     assert same(model(*inputs), expected)
 
 
-class Experts(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(2, 32, 16, dtype=torch.bfloat16))
-
-    def forward(self, x, ends):
-        return torch._grouped_mm(x, self.weight, ends)
-
-
 def test_experts_are_refused_in_one_line(tmp_path):
     inputs = torch.ones(4, 32, dtype=torch.bfloat16), torch.tensor([1, 4], dtype=torch.int32)
-    exported = torch.export.export(Experts().eval(), inputs).module()
+    experts = module_of(
+        lambda self, x, ends: torch._grouped_mm(x, self.weight, ends),
+        weight=nn.Parameter(torch.ones(2, 32, 16, dtype=torch.bfloat16)),
+    )
+    exported = torch.export.export(experts.eval(), inputs).module()
     converted = pt2mx.convert_pt2e(pt2mx.prepare_pt2e(exported, MXQuantizer.from_recipe("mxfp4_weight_only")))
     with pytest.raises(MXError, match=r"the model has experts, whose matmul aten\._grouped_mm\.default") as caught:
         export_onnx(converted, tmp_path / "net.onnx", inputs)

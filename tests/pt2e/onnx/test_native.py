@@ -14,6 +14,7 @@ from pt2mx.pt2e.onnx.native import to_native
 from pt2mx.pt2e.onnx.nodes import DequantizeMX
 from tests.compare import same
 from tests.flow import convert
+from tests.models import module_of
 from tests.onnx_nodes import DTYPES, run
 from tests.random_values import random_values
 
@@ -86,17 +87,13 @@ def test_an_exported_program(recipe, tmp_path):
 
 def test_embeddings_and_tied_heads_stay_bytes(tmp_path):
     """Their constants are read by Gather, which takes none of ONNX's small types."""
-
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embedding, self.linear = nn.Embedding(48, 64), nn.Linear(64, 64)
-
-        def forward(self, ids):
-            return nn.functional.linear(self.linear(self.embedding(ids)), self.embedding.weight)
-
     ids = torch.randint(48, (3, 5))
-    converted = convert(Tied().eval(), (ids,), "mxfp4_weight_only")
+    tied = module_of(
+        lambda self, ids: nn.functional.linear(self.linear(self.embedding(ids)), self.embedding.weight),
+        embedding=nn.Embedding(48, 64),
+        linear=nn.Linear(64, 64),
+    )
+    converted = convert(tied.eval(), (ids,), "mxfp4_weight_only")
     export_onnx(converted, tmp_path / "net.onnx", (ids,), target="native")
     model = onnx.load(tmp_path / "net.onnx")
     kinds = [

@@ -7,35 +7,24 @@ import pt2mx
 from pt2mx import MXError, MXQuantizer, get_default_mx_quantization_config
 from pt2mx.pt2e.optimize import calibrate
 from pt2mx.pt2e.optimize.observers import MXHessianObserver, Size
+from tests.models import chain, module_of
 from tests.optimized_models import W4, correlated, exported, quantized, rows
 
 
 def test_batches_stay_where_the_model_writes_its_input():
-    class Writes(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(64, 8)
-
-        def forward(self, x):
-            return self.linear(x.mul_(2))
-
     x = correlated(16, 64)
-    graph, before = exported(Writes(), x.clone()), x.clone()
+    writes = module_of(lambda self, x: self.linear(x.mul_(2)), linear=nn.Linear(64, 8))
+    graph, before = exported(writes, x.clone()), x.clone()
     assert rows(pt2mx.optimize(graph, MXQuantizer().set_global(W4), [x]))["linear.weight"].algorithm == "gptq"
     assert torch.equal(x, before)
 
 
 def test_what_no_observer_reads_is_not_computed():
-    class Head(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear, self.head = nn.Linear(64, 8), nn.Linear(8, 4)
-
-        def forward(self, x):
-            return self.head(self.linear(x)).softmax(1)
-
     x = correlated(128, 64)
-    model = exported(Head(), x)
+    head = module_of(
+        lambda self, x: self.head(self.linear(x)).softmax(1), linear=nn.Linear(64, 8), head=nn.Linear(8, 4)
+    )
+    model = exported(head, x)
     quantizer = MXQuantizer().set_module_name("linear", W4)
     expected = rows(pt2mx.optimize(model, quantizer, [x]))["linear.weight"]
     with torch.no_grad():
@@ -54,35 +43,23 @@ def test_what_no_observer_reads_is_not_computed():
 
 
 def test_batches_by_name():
-    class Scaled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(64, 8)
-
-        def forward(self, x, scale=None):
-            return self.linear(x) * scale
-
     x = correlated(16, 64)
-    graph = exported(Scaled(), x, scale=torch.ones(1))
+    scaled = module_of(lambda self, x, scale=None: self.linear(x) * scale, linear=nn.Linear(64, 8))
+    graph = exported(scaled, x, scale=torch.ones(1))
     optimized = pt2mx.optimize(graph, MXQuantizer().set_global(W4), [{"x": x, "scale": torch.ones(1)}])
     assert rows(optimized)["linear.weight"].algorithm == "gptq"
 
 
 def test_an_input_that_is_written_between_its_consumers():
-    class Written(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
-
-        def forward(self, x):
-            x = x.clone()
-            row = x[:1]
-            y = self.first(x)
-            row.mul_(100)
-            return y + self.second(x)
+    def forward(self, x):
+        x = x.clone()
+        row = x[:1]
+        y = self.first(x)
+        row.mul_(100)
+        return y + self.second(x)
 
     torch.manual_seed(0)
-    model, x = Written().eval(), correlated(32, 64)
+    model, x = module_of(forward, first=nn.Linear(64, 64), second=nn.Linear(64, 64)).eval(), correlated(32, 64)
     optimized = pt2mx.optimize(exported(model, x), MXQuantizer().set_global(W4), [x])
     later = torch.cat([x[:1] * 100, x[1:]])
     for name, seen in (("first", x), ("second", later)):
@@ -101,16 +78,9 @@ def test_padding_is_left_out():
     )
     mask[:, :4] = 1
 
-    class Masked(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.model = model
-
-        def forward(self, x, mask):
-            return self.model(x) * mask.unsqueeze(2)
-
     x = torch.where(mask.bool().unsqueeze(2), correlated(8, 16, 64), 10 * torch.randn(64))
-    graph, quantizer = exported(Masked(), x, mask), MXQuantizer().set_global(W4)
+    net = module_of(lambda self, x, mask: self.model(x) * mask.unsqueeze(2), model=model)
+    graph, quantizer = exported(net, x, mask), MXQuantizer().set_global(W4)
     plain, masked = (pt2mx.optimize(graph, quantizer, [(x, mask)], padding_mask=name) for name in (None, "mask"))
     want = graph(x, mask)
     error = [(quantized(one, quantizer)(x, mask) - want).square().sum() for one in (plain, masked)]
@@ -156,14 +126,6 @@ def test_sums_that_exceed_the_device_budget_go_to_the_host():
 
 
 def test_a_module_may_have_any_name():
-    class Named(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.hessian_1 = nn.Linear(64, 8)
-
-        def forward(self, x):
-            return self.hessian_1(x)
-
     x = correlated(64, 64)
-    optimized = pt2mx.optimize(exported(Named(), x), MXQuantizer().set_global(W4), [x])
+    optimized = pt2mx.optimize(exported(chain(hessian_1=nn.Linear(64, 8)), x), MXQuantizer().set_global(W4), [x])
     assert rows(optimized)["hessian_1.weight"].algorithm == "gptq"

@@ -7,6 +7,7 @@ from torch import nn
 import pt2mx
 from pt2mx import MXError, MXQuantizer, distill
 from pt2mx.pt2e.optimize.losses import kl_divergence
+from tests.models import module_of
 
 QUANTIZER = MXQuantizer.from_recipe("mxfp4")
 SIX = MXQuantizer.from_recipe("mxfp6")
@@ -116,18 +117,15 @@ def test_logits_by_the_divergence_of_their_classes():
 
 
 def test_batch_norms_named_batches_and_dynamic_shapes():
-    class Images(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv, self.norm, self.head = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Linear(8, 8)
-
-        def forward(self, x):
-            return self.head(torch.relu(self.norm(self.conv(x))).mean((2, 3)))
-
     torch.manual_seed(0)
     batches = [{"x": torch.randn(rows, 3, 8, 8)} for rows in (16, 8, 12)]
     shapes = {"x": {0: torch.export.Dim("rows")}}
-    model = Images().eval()
+    model = module_of(
+        lambda self, x: self.head(torch.relu(self.norm(self.conv(x))).mean((2, 3))),
+        conv=nn.Conv2d(3, 8, 3),
+        norm=nn.BatchNorm2d(8),
+        head=nn.Linear(8, 8),
+    ).eval()
     exported = torch.export.export(model, (), batches[0], dynamic_shapes=shapes).module()
     trained = torch.export.export(model.train(), (), batches[0], dynamic_shapes=shapes).module()
     prepared = pt2mx.prepare_qat_pt2e(trained, QUANTIZER)

@@ -7,19 +7,16 @@ from torch import nn
 import pt2mx
 from pt2mx import MXError, MXQuantizer, MXSpec, get_default_mx_quantization_config
 from pt2mx.algorithms import GPTQ, Rotation, ScaleSearch, gptq
+from tests.models import chain, module_of
 
 FP4 = MXSpec("mxfp4", scale_mode="even")
 W4 = MXQuantizer().set_global(get_default_mx_quantization_config(weight=FP4, activation=None))
 W4A4 = MXQuantizer().set_global(get_default_mx_quantization_config(weight=FP4, activation=FP4))
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second, self.third = nn.Linear(32, 64), nn.Linear(64, 64), nn.Linear(64, 16)
-
-    def forward(self, x):
-        return self.third(torch.relu(self.second(torch.relu(self.first(x)))))
+def net():
+    first, second, third = nn.Linear(32, 64), nn.Linear(64, 64), nn.Linear(64, 16)
+    return chain(first=first, relu=nn.ReLU(), second=second, relu_1=nn.ReLU(), third=third)
 
 
 def _net(model=None):
@@ -27,7 +24,7 @@ def _net(model=None):
     torch.manual_seed(0)
     mixing = torch.randn(6, 32) / 6**0.5
     batches = [(torch.randn(128, 6) @ mixing,) for _ in range(9)]
-    return torch.export.export((model or Net()).eval(), batches[0]).module(), batches[1:], batches[0][0]
+    return torch.export.export((model or net()).eval(), batches[0]).module(), batches[1:], batches[0][0]
 
 
 def _optimized(graph, quantizer, batches, correction, *others):
@@ -50,7 +47,7 @@ def test_outputs_come_nearer_than_for_float_inputs(quantizer, less):
 def test_weights_are_those_of_the_formula():
     """Each layer by hand: the least-squares weight for the rounded inputs, half of the way, and then GPTQ."""
     graph, batches, _ = _net()
-    optimized, model = _optimized(graph, W4A4, batches, 0.5), Net()
+    optimized, model = _optimized(graph, W4A4, batches, 0.5), net()
     model.load_state_dict(graph.state_dict())
     with torch.no_grad():
         exact = rough = torch.cat([batch for (batch,) in batches])
@@ -80,17 +77,13 @@ def test_all_of_a_rotated_model_is_rounded_once_and_float_stays():
     assert _error(optimized, W4A4, graph, x) < _error(plain, W4A4, graph, x)
 
 
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer, self.head = nn.Linear(32, 32), nn.Linear(32, 8)
-
-    def forward(self, x):
-        return self.head(torch.relu(self.layer(torch.relu(self.layer(x)))))
-
-
 def test_a_weight_of_two_layers_is_rounded_for_float_inputs():
-    graph, batches, _ = _net(Tied())
+    tied = module_of(
+        lambda self, x: self.head(torch.relu(self.layer(torch.relu(self.layer(x))))),
+        layer=nn.Linear(32, 32),
+        head=nn.Linear(32, 8),
+    )
+    graph, batches, _ = _net(tied)
     weights = [_optimized(graph, W4, batches, c).state_dict() for c in (None, 1.0)]
     assert torch.equal(weights[0]["layer.weight"], weights[1]["layer.weight"])
     assert not torch.equal(weights[0]["head.weight"], weights[1]["head.weight"])
@@ -129,16 +122,11 @@ def test_a_graph_that_writes_has_the_weights_of_one_that_does_not():
 
 
 def test_both_runs_draw_the_same_numbers():
-    class Noisy(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = nn.Linear(32, 64), nn.Linear(64, 16)
+    def forward(self, x):
+        x = torch.relu(self.first(x))
+        return self.second(x + 0.5 * torch.randn_like(x))
 
-        def forward(self, x):
-            x = torch.relu(self.first(x))
-            return self.second(x + 0.5 * torch.randn_like(x))
-
-    graph, batches, _ = _net(Noisy())
+    graph, batches, _ = _net(module_of(forward, first=nn.Linear(32, 64), second=nn.Linear(64, 16)))
     torch.manual_seed(1)
     corrected = _optimized(graph, W4, batches, 1.0).state_dict()["second.weight"]
     weight = graph.state_dict()["second.weight"]
@@ -172,16 +160,13 @@ def test_a_weight_in_two_formats():
 
 
 def test_padding_does_not_count():
-    class Masked(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 8)
-
-        def forward(self, x, attention_mask):
-            return self.second(torch.relu(self.first(x))) * attention_mask[..., None]
-
     torch.manual_seed(0)
-    model, x, mask = Masked().eval(), torch.randn(4, 16, 32), torch.ones(4, 16, dtype=torch.int64)
+    masked = module_of(
+        lambda self, x, attention_mask: self.second(torch.relu(self.first(x))) * attention_mask[..., None],
+        first=nn.Linear(32, 32),
+        second=nn.Linear(32, 8),
+    )
+    model, x, mask = masked.eval(), torch.randn(4, 16, 32), torch.ones(4, 16, dtype=torch.int64)
     mask[:, 10:] = 0
     graph = torch.export.export(model, (x, mask)).module()
     noisy = torch.where(mask[..., None] == 1, x, 100 * x)

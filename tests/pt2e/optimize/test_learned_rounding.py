@@ -8,6 +8,7 @@ from pt2mx.algorithms import LearnedRounding, gptq
 from pt2mx.algorithms.learned_rounding import LatentWeight
 from pt2mx.fx.graph.tensors import copy_sharing_tensors
 from pt2mx.pt2e.optimize.learned_rounding import learn_rounding
+from tests.models import module_of
 
 FP4 = MXSpec("mxfp4", scale_mode="even")
 W4 = MXQuantizer().set_global(get_default_mx_quantization_config(weight=FP4, activation=None))
@@ -100,18 +101,13 @@ def test_a_step_that_gains_nothing_is_not_kept(monkeypatch):
 
 
 def test_subgraphs_and_outputs_without_gradient():
-    class Subgraphs(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.before, self.inside, self.last = Layer(), nn.Linear(32, 32), nn.Linear(32, 8)
+    def forward(self, x):
+        x = self.before(x)
+        with torch.no_grad():
+            x = torch.relu(self.inside(x))
+        return self.last(x)
 
-        def forward(self, x):
-            x = self.before(x)
-            with torch.no_grad():
-                x = torch.relu(self.inside(x))
-            return self.last(x)
-
-    graph, batches, _ = net(Subgraphs())
+    graph, batches, _ = net(module_of(forward, before=Layer(), inside=nn.Linear(32, 32), last=nn.Linear(32, 8)))
     with torch.no_grad():  # a caller may disable gradients
         actual, (block,) = learned(graph, graph, W4, batches, steps=30)
     assert torch.equal(actual.get_parameter("inside.weight"), graph.get_parameter("inside.weight"))
@@ -173,17 +169,14 @@ def test_dynamic_shapes_named_batches_and_a_single_one():
 
 
 def test_convolutions_and_constant_chains():
-    class Images(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv, self.weight = nn.Conv2d(4, 32, 3), nn.Parameter(torch.randn(32, 16) / 4)
-
-        def forward(self, x):
-            return torch.relu(self.conv(x)).mean((2, 3)) @ (self.weight * 2)
-
     torch.manual_seed(0)
     batches = [torch.randn(16, 4, 9, 9) for _ in range(4)]
-    graph = torch.export.export(Images().eval(), (batches[0],)).module()
+    images = module_of(
+        lambda self, x: torch.relu(self.conv(x)).mean((2, 3)) @ (self.weight * 2),
+        conv=nn.Conv2d(4, 32, 3),
+        weight=nn.Parameter(torch.randn(32, 16) / 4),
+    )
+    graph = torch.export.export(images.eval(), (batches[0],)).module()
     actual, (block,) = learned(graph, graph, W4, batches, steps=30)
     assert block.weights == ("conv.weight", "weight") and "weight_rounded" in dict(actual.named_buffers())
     assert error(actual, W4, graph, batches[0]) < error(graph, W4, graph, batches[0])

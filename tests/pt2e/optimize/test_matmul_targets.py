@@ -4,6 +4,7 @@ from torch import nn
 
 import pt2mx
 from pt2mx import MXQuantizer, get_default_mx_quantization_config
+from tests.models import module_of
 from tests.optimized_models import W4, correlated, exported, quantized, rows
 
 
@@ -65,17 +66,10 @@ MATMULS = {
 def test_matmuls(name):
     function, shape, inputs = MATMULS[name]
 
-    class Matmul(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(shape))
-
-        def forward(self, x):
-            return function(x, self.weight)
-
     torch.manual_seed(0)
     x, other = correlated(*inputs), correlated(*inputs)
-    graph, quantizer = exported(Matmul(), x), MXQuantizer().set_global(W4)
+    matmul = module_of(lambda self, x: function(x, self.weight), weight=nn.Parameter(torch.randn(shape)))
+    graph, quantizer = exported(matmul, x), MXQuantizer().set_global(W4)
     optimized = pt2mx.optimize(graph, quantizer, [x])
     (row,) = rows(optimized).values()
     assert row.algorithm == "gptq" and not row.reason and row.after < 0.6 * row.before

@@ -15,6 +15,7 @@ from pt2mx.pt2e.optimize.observers import (
     sample,
     with_mean_expert,
 )
+from tests.models import module_of
 
 
 def flat(x):
@@ -131,15 +132,6 @@ def test_the_sums_take_the_bytes_that_are_said():
 QUANTIZER = MXQuantizer().set_global(get_default_mx_quantization_config(weight="mxfp4", activation=None))
 
 
-class Embedded(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.tokens, self.bag = nn.Embedding(40, 64), nn.EmbeddingBag(10, 64)
-
-    def forward(self, ids, mask, items):
-        return self.tokens(ids) * mask.unsqueeze(-1), self.bag(items)
-
-
 def share(weight, rounded, counts):
     errors, energies = (tensor.square().sum(1) for tensor in (weight - rounded, weight))
     return float((errors * counts).sum() / (energies * counts).sum())
@@ -156,7 +148,11 @@ def test_counts():
 @pytest.mark.parametrize("padding_mask", [None, "mask"])
 def test_the_report_counts_rows_as_often_as_they_are_read(padding_mask):
     torch.manual_seed(0)
-    model = Embedded().eval()
+    model = module_of(
+        lambda self, ids, mask, items: (self.tokens(ids) * mask.unsqueeze(-1), self.bag(items)),
+        tokens=nn.Embedding(40, 64),
+        bag=nn.EmbeddingBag(10, 64),
+    ).eval()
     ids, mask, items = torch.randint(0, 20, (4, 6)), torch.ones(4, 6), torch.randint(0, 10, (3, 5))
     mask = mask.to(torch.int64)
     mask[:, 4:] = 0

@@ -14,6 +14,7 @@ from pt2mx.pt2e.flow.prepare import to_annotate
 from pt2mx.pt2e.optimize.rotation import rotate_matmuls
 from pt2mx.pt2e.optimize.targets import weight_targets
 from tests.graph import count
+from tests.models import module_of
 
 W4 = MXQuantizer().set_global(get_default_mx_quantization_config(weight="mxfp4", activation=None))
 
@@ -81,35 +82,23 @@ def test_no_rotation_where_it_would_overflow(dtype, weight, inputs, rotates):
 
 
 def test_an_input_that_is_written_stays():
-    class Written(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
-
-        def forward(self, x):
-            x = x.clone()
-            y = self.first(x)
-            x[0] = 1
-            return y + self.second(x)
+    def forward(self, x):
+        x = x.clone()
+        y = self.first(x)
+        x[0] = 1
+        return y + self.second(x)
 
     x = torch.randn(4, 64)
-    model = Written()
+    model = module_of(forward, first=nn.Linear(64, 64), second=nn.Linear(64, 64))
     graph = rotated(model, x)
     assert count(graph, hadamard) == 0
     assert torch.equal(graph(x), model(x))
 
 
 def test_an_input_that_is_the_bias_too():
-    class Residual(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(64, 64))
-
-        def forward(self, x):
-            return torch.addmm(x, x, self.weight)
-
     torch.manual_seed(0)
-    model, x = Residual(), torch.randn(4, 64)
+    residual = module_of(lambda self, x: torch.addmm(x, x, self.weight), weight=nn.Parameter(torch.randn(64, 64)))
+    model, x = residual, torch.randn(4, 64)
     graph = rotated(model, x)
     assert count(graph, hadamard) == 1
     torch.testing.assert_close(graph(x), model(x), rtol=1e-4, atol=1e-4)

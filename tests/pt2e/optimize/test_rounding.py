@@ -6,22 +6,19 @@ from torch import nn
 
 import pt2mx
 from pt2mx import MXQuantizer, get_default_mx_quantization_config
+from tests.models import module_of
 from tests.optimized_models import W4, correlated, exported, quantized, rows
-
-
-class Convolutions(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.norm = nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16)
-        self.grouped, self.last = nn.Conv2d(16, 32, 3, stride=2, groups=2), nn.ConvTranspose2d(32, 8, 2)
-
-    def forward(self, x):
-        return self.last(torch.relu(self.grouped(torch.relu(self.norm(self.first(x))))))
 
 
 def test_convolutions_with_their_batch_norms():
     torch.manual_seed(0)
-    model = Convolutions()
+    model = module_of(
+        lambda self, x: self.last(torch.relu(self.grouped(torch.relu(self.norm(self.first(x)))))),
+        first=nn.Conv2d(3, 16, 3, padding=1, bias=False),
+        norm=nn.BatchNorm2d(16),
+        grouped=nn.Conv2d(16, 32, 3, stride=2, groups=2),
+        last=nn.ConvTranspose2d(32, 8, 2),
+    )
     model.norm.running_mean.normal_()
     model.norm.running_var.uniform_(0.5, 2)
     smooth = nn.functional.avg_pool2d(torch.randn(8, 3, 24, 24), 5, 1, 2) * 5
@@ -38,25 +35,21 @@ def test_convolutions_with_their_batch_norms():
     assert error[1] < 0.6 * error[0]
 
 
-class Shared(nn.Module):
+def shared(self, x):
     """A linear layer with two inputs, a weight in two formats, a weight with an unquantized user, and a chain of
     constants."""
-
-    def __init__(self):
-        super().__init__()
-        self.twice, self.plain = nn.Linear(64, 64), nn.Linear(64, 64, bias=False)
-        self.weight = nn.Parameter(torch.randn(64, 32))
-
-    def forward(self, x):
-        y = self.twice(self.twice(x))
-        y = self.plain(y) + self.plain.weight.sum()
-        return y @ (self.weight * 2)
+    y = self.twice(self.twice(x))
+    y = self.plain(y) + self.plain.weight.sum()
+    return y @ (self.weight * 2)
 
 
 def test_weights_that_are_shared():
     torch.manual_seed(0)
     x = correlated(32, 64)
-    graph = exported(Shared(), x)
+    net = module_of(
+        shared, twice=nn.Linear(64, 64), plain=nn.Linear(64, 64, bias=False), weight=nn.Parameter(torch.randn(64, 32))
+    )
+    graph = exported(net, x)
     quantizer = MXQuantizer().set_global(W4)
     optimized = pt2mx.optimize(graph, quantizer, [x])
     report = rows(optimized)

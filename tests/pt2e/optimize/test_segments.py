@@ -3,6 +3,7 @@ from torch import nn
 
 from pt2mx.fx.graph.aliasing import written_nodes
 from pt2mx.pt2e.optimize.segments import module_blocks
+from tests.models import module_of
 
 
 def exported(model, *args, **kwargs):
@@ -76,18 +77,13 @@ def test_without_repeated_modules_the_graph_is_one_block():
 
 
 def test_a_module_that_is_called_again_is_no_repeated_one():
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList([Layer()])
-
-        def forward(self, x):
-            for _ in range(2):
-                x, _ = self.layers[0](x, x)
-            return x
+    def forward(self, x):
+        for _ in range(2):
+            x, _ = self.layers[0](x, x)
+        return x
 
     x = torch.randn(2, 16)
-    (block,) = module_blocks(exported(Twice(), x))
+    (block,) = module_blocks(exported(module_of(forward, layers=nn.ModuleList([Layer()])), x))
     assert block.name == ""
 
 
@@ -100,17 +96,12 @@ def test_stages_of_blocks_are_cut_at_the_outermost():
 
 
 def test_modules_whose_nodes_are_interleaved_are_one_block():
-    class Interleaved(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList(Layer() for _ in range(3))
-
-        def forward(self, x):
-            first, _ = self.layers[0](x, x)
-            return self.layers[2](first, x)[0] + self.layers[1](first, x)[0]
+    def forward(self, x):
+        first, _ = self.layers[0](x, x)
+        return self.layers[2](first, x)[0] + self.layers[1](first, x)[0]
 
     x = torch.randn(2, 16)
-    graph = exported(Interleaved(), x)
+    graph = exported(module_of(forward, layers=nn.ModuleList(Layer() for _ in range(3))), x)
     assert [b.name for b in module_blocks(graph)] == ["layers.0", "layers.2", "layers.1", ""]
     stacks = {name: [n for n in graph.graph.nodes if f"layers.{name}" in str(n.meta)] for name in "012"}
     late = stacks["0"][-1]  # as if a node of the first layer ran among the nodes of the last
@@ -121,18 +112,13 @@ def test_modules_whose_nodes_are_interleaved_are_one_block():
 
 
 def test_written_memory_is_seen_by_name():
-    class Counter(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList(Layer() for _ in range(2))
-            self.register_buffer("count", torch.zeros(()))
+    def forward(self, x):
+        self.count.add_(1)
+        for layer in self.layers:
+            x, _ = layer(x, x)
+        return x + self.count
 
-        def forward(self, x):
-            self.count.add_(1)
-            for layer in self.layers:
-                x, _ = layer(x, x)
-            return x + self.count
-
-    graph = exported(Counter(), torch.randn(2, 16))
+    model = module_of(forward, layers=nn.ModuleList(Layer() for _ in range(2)), count=nn.Buffer(torch.zeros(())))
+    graph = exported(model, torch.randn(2, 16))
     written = written_nodes(graph.graph)
     assert [bool(written & set(block.nodes)) for block in module_blocks(graph) if block.name] == [False, False]

@@ -6,6 +6,7 @@ import pt2mx
 from pt2mx import MXQuantizer, get_default_mx_quantization_config
 from pt2mx.algorithms import GPTQ, Rotation, ScaleSearch, Smoothing
 from pt2mx.pt2e.optimize.smoothing import keeps_bits
+from tests.models import module_of
 
 W4A4 = MXQuantizer().set_global(get_default_mx_quantization_config(weight="mxfp4", activation="mxfp4"))
 W4A8 = MXQuantizer().set_global(get_default_mx_quantization_config(weight="mxfp4", activation="mxfp8"))
@@ -138,16 +139,8 @@ def test_gptq_sees_the_smoothed_and_rotated_inputs():
 
 
 def test_tied_and_dead_channels():
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(64, 64)
-
-        def forward(self, x):
-            return self.layer(self.layer(x))
-
     torch.manual_seed(0)
-    model, x = Tied().eval(), torch.randn(32, 64)
+    model, x = module_of(lambda self, x: self.layer(self.layer(x)), layer=nn.Linear(64, 64)).eval(), torch.randn(32, 64)
     graph = torch.export.export(model, (x,)).module()
     optimized = pt2mx.optimize(graph, W4A4, [x], algorithms=Smoothing())
     assert rows(optimized)["layer.weight"].smoothed == ""  # one weight of two inputs

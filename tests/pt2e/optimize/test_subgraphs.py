@@ -6,6 +6,7 @@ from torch import nn
 
 import pt2mx
 from pt2mx import MXQuantizer, get_default_mx_quantization_config, optimization_report
+from tests.models import module_of
 from tests.subgraph_models import MODELS, QUANTIZER, Base, Nested, Repeated, ViewedWeight
 
 
@@ -95,19 +96,14 @@ def test_one_graph_for_two_weights():
 
 
 def test_rotated_attention_and_a_padding_mask():
-    class Attention(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.project = nn.Linear(64, 64)
-
-        def forward(self, x, mask):
-            with torch.no_grad():
-                y = self.project(x)
-                return nn.functional.scaled_dot_product_attention(y, y * 2, x)
+    def forward(self, x, mask):
+        with torch.no_grad():
+            y = self.project(x)
+            return nn.functional.scaled_dot_product_attention(y, y * 2, x)
 
     torch.manual_seed(0)
     x, mask = inputs().reshape(4, 16, 64), torch.ones(4, 16, dtype=torch.int64)
-    model = torch.export.export(Attention().eval(), (x, mask)).module()
+    model = torch.export.export(module_of(forward, project=nn.Linear(64, 64)).eval(), (x, mask)).module()
     quantizer = MXQuantizer().set_global(get_default_mx_quantization_config(weight="mxfp4", activation="mxfp4"))
     algorithms = pt2mx.algorithms.Rotation(attention=True), pt2mx.algorithms.GPTQ()
     optimized = pt2mx.optimize(model, quantizer, [(x, mask)], algorithms=algorithms, padding_mask="mask")
@@ -119,17 +115,9 @@ def test_rotated_attention_and_a_padding_mask():
 
 def exported(forward, x):
     """A model of two weights, (64, 64), exported."""
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = nn.Parameter(torch.randn(64, 64) / 8), nn.Parameter(torch.randn(64, 64) / 8)
-
-        def forward(self, x):
-            return forward(self, x)
-
     torch.manual_seed(0)
-    return torch.export.export(Model().eval(), (x,)).module()
+    net = module_of(forward, first=nn.Parameter(torch.randn(64, 64) / 8), second=nn.Parameter(torch.randn(64, 64) / 8))
+    return torch.export.export(net.eval(), (x,)).module()
 
 
 def times_itself(model, x):

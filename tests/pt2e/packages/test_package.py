@@ -18,24 +18,19 @@ from pt2mx.pt2e.packages.compile import compile_program
 from pt2mx.pt2e.packages.signature import Signature
 from pt2mx.pt2e.program import provenance
 from tests.flow import calibrated, convert
+from tests.models import module_of
 
 
-class Net(nn.Module):
+def net(self, x, rows, parts, image, state, *, times=3, flag=True, mode="up", nothing=None):
     """Inputs of each kind: lengths that may be 1 or not, a sum of lengths, strides, a tree, a written input, constants.
 
     All outputs are exact, except the output of the linear layer.
     """
-
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(64, 32)
-
-    def forward(self, x, rows, parts, image, state, *, times=3, flag=True, mode="up", nothing=None):
-        state.add_(1)
-        left, right, both = parts["left"], parts["right"], parts["both"]
-        scaled = self.fc(x) * times if flag and mode == "up" and nothing is None else x
-        numbers = {"rows": x.shape[0], "times": times, "flag": flag, "nothing": nothing}
-        return scaled, rows[:2] * 2, torch.cat([left, right]) + both, image.permute(0, 2, 3, 1) * 2, numbers
+    state.add_(1)
+    left, right, both = parts["left"], parts["right"], parts["both"]
+    scaled = self.fc(x) * times if flag and mode == "up" and nothing is None else x
+    numbers = {"rows": x.shape[0], "times": times, "flag": flag, "nothing": nothing}
+    return scaled, rows[:2] * 2, torch.cat([left, right]) + both, image.permute(0, 2, 3, 1) * 2, numbers
 
 
 CONSTANTS = {"times": 3, "flag": True, "mode": "up", "nothing": None}
@@ -61,7 +56,8 @@ def inputs(x=4, rows=5, left=3, right=3, images=2, both=None):
 def converted():
     torch.manual_seed(0)
     with torch.no_grad():
-        graph = torch.export.export(Net().eval(), inputs(), CONSTANTS, dynamic_shapes=SHAPES).module()
+        model = module_of(net, fc=nn.Linear(64, 32))
+        graph = torch.export.export(model.eval(), inputs(), CONSTANTS, dynamic_shapes=SHAPES).module()
     return pt2mx.convert_pt2e(calibrated(graph, MXQuantizer.from_recipe("mxfp8"), *inputs(), **CONSTANTS))
 
 
@@ -243,32 +239,18 @@ def test_a_package_records_its_provenance(path, monkeypatch):
 
 
 def test_a_dynamic_int_is_refused(tmp_path):
-    class Times(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fc = nn.Linear(64, 32)
-
-        def forward(self, x, n):
-            return self.fc(x) * n
-
     args, shapes = (torch.randn(2, 64), 3), (None, Dim.DYNAMIC)
-    exported = export(Times().eval(), args, shapes).module()
+    exported = export(module_of(lambda self, x, n: self.fc(x) * n, fc=nn.Linear(64, 32)).eval(), args, shapes).module()
     converted = pt2mx.convert_pt2e(pt2mx.prepare_pt2e(exported, MXQuantizer.from_recipe("mxfp8")))
     with pytest.raises(MXError, match="the input 'n' is a dynamic number, which pt2mx cannot export again: export the"):
         compile_program(export(converted, args, shapes), tmp_path / "n.pt2")
     assert not os.listdir(tmp_path)
 
 
-class Masked(nn.Module):
+def masked(self, x, mask):
     """Reads as many values of the mask as x has; the export has no guard for it."""
-
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(64, 32)
-
-    def forward(self, x, mask):
-        rows, columns = (torch.arange(n) for n in x.shape[:2])
-        return self.fc(x) * mask[rows[:, None], columns][..., None]
+    rows, columns = (torch.arange(n) for n in x.shape[:2])
+    return self.fc(x) * mask[rows[:, None], columns][..., None]
 
 
 @pytest.mark.compiled
@@ -276,7 +258,7 @@ def test_sizes_that_the_program_compares_at_run_time(tmp_path):
     """The example has a batch as large as its length."""
     free = {0: Dim.AUTO, 1: Dim.AUTO}
     args, shapes = (torch.randn(4, 4, 64), torch.rand(4, 4)), (free, free)
-    exported = export(Masked().eval(), args, shapes).module()
+    exported = export(module_of(masked, fc=nn.Linear(64, 32)).eval(), args, shapes).module()
     converted = pt2mx.convert_pt2e(pt2mx.prepare_pt2e(exported, MXQuantizer.from_recipe("mxfp8")))
     compile_program(export(converted, args, shapes), tmp_path / "net.pt2")
     loaded = load_package(tmp_path / "net.pt2")
@@ -306,17 +288,6 @@ def test_a_failure_leaves_the_old_package(error, converted, tmp_path, monkeypatc
     assert os.listdir(tmp_path) == ["net.pt2"] and (tmp_path / "net.pt2").read_text() == "old"
 
 
-class Patches(nn.Module):
-    """A linear layer, and the mean of each patch of 7 by 7 positions."""
-
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(32, 8)
-
-    def forward(self, x, scale=1):
-        return self.fc(x).view(-1, 49, 8).mean(1) * scale
-
-
 @pytest.mark.compiled
 @pytest.mark.parametrize("portable", [False, True])
 @pytest.mark.parametrize("inputs", [1, 2])
@@ -326,7 +297,9 @@ def test_no_row_is_lost(inputs, portable, tmp_path):
 
     length = Dim("n", min=2, max=512)
     shapes = ({0: 49 * length}, {0: length})[:inputs]
-    converted = convert(Patches(), args(4), "mxfp8", shapes=shapes)
+    # a linear layer, and the mean of each patch of 7 by 7 positions
+    patches = module_of(lambda self, x, scale=1: self.fc(x).view(-1, 49, 8).mean(1) * scale, fc=nn.Linear(32, 8))
+    converted = convert(patches, args(4), "mxfp8", shapes=shapes)
     with torch.no_grad():
         program = torch.export.export(converted, args(4), dynamic_shapes=shapes)
     compile_program(program, tmp_path / "net.pt2", portable=portable)

@@ -18,6 +18,7 @@ from pt2mx.pt2e.inspect.inspect_file import inspect_file
 from pt2mx.pt2e.program import provenance
 from pt2mx.pt2e.program.provenance import Provenance, provenance_of, recipe_of
 from tests.flow import calibrated, exported
+from tests.models import module_of
 
 X = torch.randn(4, 64)
 
@@ -58,17 +59,13 @@ def test_a_saved_program_says_what_it_is(recipe, program, converted, tmp_path):
 
 def test_a_saved_program_names_the_defaults_that_tracing_leaves_out(tmp_path):
     """Scale modes and roundings, defaults or not, in subgraphs too."""
-
-    class Branches(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.up, self.down = nn.Linear(64, 64), nn.Linear(64, 64)
-
-        def forward(self, x):
-            return torch.cond(x.sum() > 0, lambda x: self.up(x), lambda x: self.down(x), (x,)) + self.up(x)
-
     config = pt2mx.get_default_mx_quantization_config("mxfp4", "mxfp8", scale_mode="floor", rounding="even")
-    model = calibrated(exported(Branches().eval(), X), MXQuantizer().set_global(config), X)
+    branches = module_of(
+        lambda self, x: torch.cond(x.sum() > 0, lambda x: self.up(x), lambda x: self.down(x), (x,)) + self.up(x),
+        up=nn.Linear(64, 64),
+        down=nn.Linear(64, 64),
+    )
+    model = calibrated(exported(branches.eval(), X), MXQuantizer().set_global(config), X)
     pt2mx.save_program(torch.export.export(pt2mx.convert_pt2e(model), (X,)), tmp_path / "net.pt2")
     graphs = graph_modules(torch.export.load(tmp_path / "net.pt2").graph_module)
     ours = [node for graph in graphs for node in graph.graph.nodes if is_ours(node)]

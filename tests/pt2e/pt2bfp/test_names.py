@@ -7,23 +7,15 @@ from torch import nn
 import pt2mx
 from pt2mx import MXError, MXSpec, fake_quantize_mx
 from pt2mx.pt2e import pt2bfp
+from tests.models import chain
 
 BFP16 = MXSpec("int8", 64)
 X = torch.linspace(-1, 1, 64).view(1, 64)
 
 
-class M(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(64, 8)
-
-    def forward(self, x):
-        return self.linear(x)
-
-
 def exported(seed=0):
     torch.manual_seed(seed)
-    return torch.export.export(M().eval(), (X,)).module()
+    return torch.export.export(chain(linear=nn.Linear(64, 8)).eval(), (X,)).module()
 
 
 def spec(role, constructor=None):
@@ -76,13 +68,13 @@ FORMATS = ("MXFP8[E4M3]{64}", "MXFP8[E5M2]{64}", "BFP[8|8]{64}(SN)")
 
 
 def eager(flow):
-    model = M().eval()
+    model = chain(linear=nn.Linear(64, 8)).eval()
     model.qconfig = QCONFIG
     return observers(flow(model))
 
 
 def traced(flow):
-    return observers(flow(torch.fx.symbolic_trace(M().eval()), {"": QCONFIG}, (X,)))
+    return observers(flow(torch.fx.symbolic_trace(chain(linear=nn.Linear(64, 8)).eval()), {"": QCONFIG}, (X,)))
 
 
 NAMES = {
@@ -196,7 +188,7 @@ def test_a_program_of_pt2_bfp():
     )
     quantizer = BackendQuantizer().set_global(pt2bfp.BFPQuantizationConfig(act, None, weight, None))
     model = pt2bfp.prepare_pt2e(exported(), quantizer)
-    linear = M().linear
+    linear = nn.Linear(64, 8)
     linear.load_state_dict({k.removeprefix("linear."): v for k, v in exported().state_dict().items()})
     assert torch.equal(model(X), linear(X))
     assert sorted(type(m).__name__ for m in model.modules() if isinstance(m, pt2mx.MXObserver)) == [

@@ -10,6 +10,7 @@ from pt2mx.pt2e import pt2bfp
 from tests.compare import same
 from tests.flow import exported
 from tests.graph import namespaces
+from tests.models import module_of
 
 QCONFIG = pt2bfp.QConfig(pt2bfp.MinMaxObserver.with_args(eps=2**-12), pt2bfp.HistogramObserver)
 NARROW = pt2bfp.QConfig(*[pt2bfp.MinMaxObserver.with_args(dtype="BFP[4|8]{16}(SN)")] * 2)
@@ -92,17 +93,9 @@ def test_training():
         assert same(pt2bfp.convert_fx(qat)(batch), qat.eval()(batch))
 
 
-class OneRow(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(8, 4)
-
-    def forward(self, x):
-        return self.linear(x.view(1, 8))
-
-
 def test_a_model_of_one_row():
-    prepared = pt2bfp.prepare_fx(OneRow().eval(), {"": QCONFIG}, (torch.randn(1, 8),))
+    one_row = module_of(lambda self, x: self.linear(x.view(1, 8)), linear=nn.Linear(8, 4))
+    prepared = pt2bfp.prepare_fx(one_row.eval(), {"": QCONFIG}, (torch.randn(1, 8),))
     assert prepared(torch.randn(1, 8)).shape == (1, 4)
 
 
@@ -121,21 +114,17 @@ def test_bad_arguments(call, message):
         call()
 
 
-class WithKeyword(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear, self.embedding = nn.Linear(40, 8), nn.Embedding(9, 40)
-
-    def forward(self, x, *, ids):
-        return self.linear(x + self.embedding(ids))
-
-
 def prepared_with_keyword():
     torch.manual_seed(0)
     spec, dim = pt2bfp.BFPQuantizationSpec("BFP[8|8]{16}(SN)"), torch.export.Dim.DYNAMIC
     quantizer = pt2bfp.BFPQuantizer().set_global(pt2bfp.BFPQuantizationConfig(spec, spec, spec, None))
     shapes = {"x": {0: dim}, "ids": {0: dim}}
-    graph = exported(WithKeyword().eval(), torch.randn(4, 40), kwargs={"ids": torch.arange(4)}, dynamic_shapes=shapes)
+    with_keyword = module_of(
+        lambda self, x, *, ids: self.linear(x + self.embedding(ids)),
+        linear=nn.Linear(40, 8),
+        embedding=nn.Embedding(9, 40),
+    )
+    graph = exported(with_keyword.eval(), torch.randn(4, 40), kwargs={"ids": torch.arange(4)}, dynamic_shapes=shapes)
     return pt2bfp.prepare_pt2e(graph, quantizer)
 
 

@@ -9,6 +9,7 @@ from pt2mx.extras import import_extra
 from pt2mx.pt2e.quantizer import recipe
 from pt2mx.pt2e.quantizer.annotate import REMARK
 from tests.flow import convert
+from tests.models import module_of
 
 CONFIGS = {
     where: pt2mx.get_default_mx_quantization_config("mxfp8", "mxfp8", value_blocks=where)
@@ -34,17 +35,6 @@ def scores(q, k):
 
 def flat(x):
     return x.reshape(-1, *x.shape[-2:])
-
-
-class Projected(nn.Module):
-    """Probabilities times a constant, which holds no tokens."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(40, 12))
-
-    def forward(self, q, k, v):
-        return scores(q, k).softmax(-1) @ self.weight
 
 
 def dropped(q, k, v):
@@ -115,7 +105,10 @@ def test_fused_attention():
 
 def test_other_matmuls_have_blocks_along_the_reduced_dimension():
     q, k, v = qkv()
-    module = Projected()
+    # probabilities times a constant, which holds no tokens
+    module = module_of(
+        lambda self, q, k, v: scores(q, k).softmax(-1) @ self.weight, weight=nn.Parameter(torch.randn(40, 12))
+    )
     got = converted_of(module, (q, k, v), CONFIGS["head_dim"])(q, k, v)
     assert torch.allclose(got, q8(probabilities(q, k), -1) @ q8(module.weight.detach(), -2), atol=1e-6)
     plain = converted_of(lambda q, k, v: scores(q, k).relu() @ v, (q, k, v), CONFIGS["head_dim"])

@@ -5,22 +5,19 @@ from torch import nn
 
 from pt2mx import MXQuantizationConfig, MXQuantizer
 from pt2mx.pt2e.quantizer.operators import operator_name
+from tests.models import module_of
 from tests.quantized_by_hand import BOTH, A, W, a, w
 
 
 @pytest.mark.parametrize("offsets", [False, True])
 def test_embedding_bag_rows(offsets, quantize):
-    class Bag(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.bag = nn.EmbeddingBag(50, 40, mode="mean", padding_idx=None if offsets else 3)
+    def forward(self, ids):
+        if offsets:  # the overload without padding
+            return torch.ops.aten.embedding_bag(self.bag.weight, ids.reshape(-1), torch.tensor([0, 5]), False, 1)[0]
+        return self.bag(ids)
 
-        def forward(self, ids):
-            if offsets:  # the overload without padding
-                return torch.ops.aten.embedding_bag(self.bag.weight, ids.reshape(-1), torch.tensor([0, 5]), False, 1)[0]
-            return self.bag(ids)
-
-    model, inputs = Bag().eval(), (torch.randint(50, (2, 5)),)
+    net = module_of(forward, bag=nn.EmbeddingBag(50, 40, mode="mean", padding_idx=None if offsets else 3))
+    model, inputs = net.eval(), (torch.randint(50, (2, 5)),)
     exported = torch.export.export(model, inputs)
     overload = "aten.embedding_bag" + ("" if offsets else ".padding_idx")
     assert overload in {operator_name(node.target) for node in exported.graph.nodes}

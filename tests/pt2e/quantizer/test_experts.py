@@ -4,22 +4,19 @@ from torch import nn
 
 import pt2mx
 from pt2mx.extras import import_extra
+from tests.models import module_of
 from tests.quantized_by_hand import BOTH, Call, W, a, w
 
 
 def test_experts_that_are_gathered_are_quantized_before(quantize):
     """`weight[ids] @ x`, as transformers' batched experts compute: the parameter is packed, not the gathered rows."""
 
-    class Experts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.up, self.down = nn.Parameter(torch.randn(4, 24, 40)), nn.Parameter(torch.randn(4, 24, 40))
+    def forward(self, x, ids):
+        h = torch.bmm(self.up[ids], x.unsqueeze(-1)).squeeze(-1)
+        return torch.bmm(h.unsqueeze(1), self.down[ids])
 
-        def forward(self, x, ids):
-            h = torch.bmm(self.up[ids], x.unsqueeze(-1)).squeeze(-1)
-            return torch.bmm(h.unsqueeze(1), self.down[ids])
-
-    model, inputs = Experts().eval(), (torch.randn(6, 40), torch.randint(4, (6,)))
+    net = module_of(forward, up=nn.Parameter(torch.randn(4, 24, 40)), down=nn.Parameter(torch.randn(4, 24, 40)))
+    model, inputs = net.eval(), (torch.randn(6, 40), torch.randint(4, (6,)))
     prepared, _, converted = quantize(torch.export.export(model, inputs), BOTH, inputs)
     x, ids = inputs
     with torch.no_grad():

@@ -5,11 +5,11 @@ import operator
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.fx import Graph
 
 from pt2mx import ops
 from pt2mx.pt2e.quantizer.operators import OPERANDS, is_matmul_like, operands_of, operator_name, operator_path
+from tests.models import module_of
 from tests.quantized_by_hand import BOTH, Call, a, w
 
 aten = torch.ops.aten
@@ -220,16 +220,12 @@ def test_flex_attention(inside, quantize):
     def causal():
         return create_block_mask(lambda b, h, q, k: q >= k, None, None, 20, 20, device="cpu")
 
-    class Flex(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.mask = None if inside else causal()
-
-        def forward(self, q, k, v):
-            return flex_attention(q, k, v, block_mask=causal() if inside else self.mask)
-
     inputs = tuple(torch.randn(1, 2, 20, 32) for _ in range(3))
-    exported = torch.export.export(Flex().eval(), inputs)
+    flex = module_of(
+        lambda self, q, k, v: flex_attention(q, k, v, block_mask=causal() if inside else self.mask),
+        mask=None if inside else causal(),
+    )
+    exported = torch.export.export(flex.eval(), inputs)
     assert "flex_attention" in {operator_name(node.target) for node in exported.graph.nodes}
     prepared, _, converted = quantize(exported, BOTH, inputs)
     q, k, v = inputs

@@ -6,7 +6,7 @@ from torchao.quantization.pt2e.quantizer import ComposableQuantizer
 import pt2mx
 from pt2mx import MXError, MXQuantizationConfig, MXQuantizer, get_default_mx_quantization_config
 from tests.flow import exported
-from tests.models import TwoLayers
+from tests.models import TwoLayers, chain
 
 FP8 = get_default_mx_quantization_config()
 FP4 = MXQuantizationConfig(weight="mxfp4")
@@ -108,15 +108,8 @@ def test_precedence():
 
 @pytest.mark.parametrize(("key", "count"), [("aten.conv2d", 2), ("aten.conv2d.padding", 1), (torch.ops.aten.conv2d, 2)])
 def test_operator_type_covers_overloads_and_the_exact_one_wins(key, count):
-    class Convs(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.plain, self.same = nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 3, padding="same")
-
-        def forward(self, x):
-            return self.same(self.plain(x))
-
-    model = torch.export.export(Convs().eval(), (torch.randn(1, 8, 8, 8),)).module()
+    convolutions = chain(plain=nn.Conv2d(8, 8, 3), same=nn.Conv2d(8, 8, 3, padding="same"))
+    model = torch.export.export(convolutions.eval(), (torch.randn(1, 8, 8, 8),)).module()
     quantizer = MXQuantizer().set_operator_type(key, FP4)
     report = pt2mx.quantization_report(pt2mx.prepare_pt2e(model, quantizer))
     assert sum(o.quantized for o in report.operators) == count

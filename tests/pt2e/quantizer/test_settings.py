@@ -10,6 +10,7 @@ import pt2mx
 from pt2mx import MXError, MXFormatObserver, MXQuantizationConfig, MXQuantizer
 from pt2mx.fx.graph.higher_order_ops import nodes_in_order
 from pt2mx.pt2e.quantizer.settings import number_calls
+from tests.models import module_of
 
 FP8, FP4 = MXQuantizationConfig("mxfp8", "mxfp8"), MXQuantizationConfig("mxfp4", "mxfp4")
 INT8 = MXQuantizationConfig("mxint8", "mxint8")
@@ -25,20 +26,15 @@ class Block(nn.Module):
         return nn.functional.linear(y @ x, x) @ x
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList([Block(), Block()])
-        self.head = nn.Linear(32, 8)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+def model_forward(self, x):
+    for block in self.blocks:
+        x = block(x)
+    return self.head(x)
 
 
 def exported(strict=False):
-    return torch.export.export(Model().eval(), (torch.randn(32, 32),), strict=strict).module()
+    model = module_of(model_forward, blocks=nn.ModuleList([Block(), Block()]), head=nn.Linear(32, 8))
+    return torch.export.export(model.eval(), (torch.randn(32, 32),), strict=strict).module()
 
 
 def quantized(quantizer, element, strict=False):
@@ -115,16 +111,12 @@ def test_operators_with_small_weights():
 
 
 def test_small_weights_that_an_operator_reads_through_others():
-    class Views(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Parameter(torch.randn(32, 8)), nn.Parameter(torch.randn(8, 32))
+    def forward(self, x):
+        y = torch.cond(x.sum() > 0, lambda x: x @ self.b.t(), lambda x: -x @ self.b.t(), (x,))
+        return x @ self.a, nn.functional.linear(x, self.a.reshape(8, 32)), y
 
-        def forward(self, x):
-            y = torch.cond(x.sum() > 0, lambda x: x @ self.b.t(), lambda x: -x @ self.b.t(), (x,))
-            return x @ self.a, nn.functional.linear(x, self.a.reshape(8, 32)), y
-
-    model = torch.export.export(Views().eval(), (torch.randn(4, 32),)).module()
+    net = module_of(forward, a=nn.Parameter(torch.randn(32, 8)), b=nn.Parameter(torch.randn(8, 32)))
+    model = torch.export.export(net.eval(), (torch.randn(4, 32),)).module()
     prepared = pt2mx.prepare_pt2e(model, MXQuantizer().set_small_weights(FP4, 256))
     assert [one.quantized for one in pt2mx.quantization_report(prepared).operators] == [True] * 4
 
@@ -136,17 +128,12 @@ def test_a_call_that_is_not_made_is_warned_about():
 
 
 def test_calls_inside_a_graph_in_the_graph_are_counted():
-    class Frozen(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a = nn.Linear(32, 32)
+    def forward(self, x):
+        with torch.no_grad():
+            x = self.a(self.a(x))
+        return self.a(x)
 
-        def forward(self, x):
-            with torch.no_grad():
-                x = self.a(self.a(x))
-            return self.a(x)
-
-    model = torch.export.export(Frozen().eval(), (torch.randn(2, 32),)).module()
+    model = torch.export.export(module_of(forward, a=nn.Linear(32, 32)).eval(), (torch.randn(2, 32),)).module()
     calls = number_calls(nodes_in_order(model))
     indices = [
         n for node, made in calls.items() for _, kind, n in made if kind.endswith(".Linear") and "linear" in node.name

@@ -3,21 +3,19 @@ import torch.nn.functional as F
 from torch import nn
 
 from pt2mx import MXQuantizationConfig, MXQuantizer, fake_quantize_mx
+from tests.models import module_of
 from tests.quantized_by_hand import BOTH, A, W, a, w
 
 
 def test_weights_behind_casts_and_splits(quantize):
-    class Behind(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.qkv = nn.Parameter(torch.randn(60, 40))
-            self.small = nn.Parameter(torch.randn(8, 40, dtype=torch.bfloat16))
+    def forward(self, x):
+        q, k, v = self.qkv.chunk(3)
+        return F.linear(x, q), F.linear(x, k), x @ v.t(), F.linear(x, self.small.float())
 
-        def forward(self, x):
-            q, k, v = self.qkv.chunk(3)
-            return F.linear(x, q), F.linear(x, k), x @ v.t(), F.linear(x, self.small.float())
-
-    model, inputs = Behind().eval(), (torch.randn(3, 40),)
+    net = module_of(
+        forward, qkv=nn.Parameter(torch.randn(60, 40)), small=nn.Parameter(torch.randn(8, 40, dtype=torch.bfloat16))
+    )
+    model, inputs = net.eval(), (torch.randn(3, 40),)
     prepared, _, converted = quantize(torch.export.export(model, inputs), BOTH, inputs)
     x = a(inputs[0], -1)
     with torch.no_grad():
@@ -29,15 +27,10 @@ def test_weights_behind_casts_and_splits(quantize):
 
 
 def test_two_consumers_that_need_different_blocks_are_both_right(quantize):
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = nn.Linear(40, 40), nn.Linear(40, 40)
-
-        def forward(self, x):
-            return self.first(x), self.second(x), x @ x
-
-    model, inputs = Two().eval(), (torch.randn(40, 40),)
+    two = module_of(
+        lambda self, x: (self.first(x), self.second(x), x @ x), first=nn.Linear(40, 40), second=nn.Linear(40, 40)
+    )
+    model, inputs = two.eval(), (torch.randn(40, 40),)
     quantizer = MXQuantizer().set_global(MXQuantizationConfig(activation=A, weight=W))
     quantizer.set_module_name("second", MXQuantizationConfig(activation="mxfp4{8}", weight=W))
     prepared, _, converted = quantize(torch.export.export(model, inputs), quantizer, inputs)

@@ -5,6 +5,7 @@ from torch import nn
 
 import pt2mx
 from pt2mx import MXQuantizationConfig, MXQuantizer
+from tests.models import module_of
 from tests.quantized_by_hand import BOTH, A, Call, W, a, w
 
 
@@ -27,15 +28,10 @@ def test_an_einsum_that_is_no_matmul_stays_float(equation, count, quantize):
 
 
 def test_elementwise_operators_are_quantized_only_where_they_are_named(quantize):
-    class Residual(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.gate = nn.Parameter(torch.randn(40))
-
-        def forward(self, x, y):
-            return (x + y) * self.gate + 1.5, x.long() + y.long()
-
-    model, inputs = Residual().eval(), (torch.randn(3, 40), torch.randn(3, 40))
+    residual = module_of(
+        lambda self, x, y: ((x + y) * self.gate + 1.5, x.long() + y.long()), gate=nn.Parameter(torch.randn(40))
+    )
+    model, inputs = residual.eval(), (torch.randn(3, 40), torch.randn(3, 40))
     exported = torch.export.export(model, inputs)
     with torch.no_grad():
         _, _, alone = quantize(exported, BOTH, inputs)
@@ -64,13 +60,10 @@ def test_an_outer_product_stays_float(quantize):
 
 
 def test_integer_operands_stay_integers(quantize):
-    class Masked(nn.Module):
-        def forward(self, x):
-            return (torch.ones(4, 4, dtype=torch.int64) @ (x > 0).long()).float() @ x
-
     inputs = (torch.randn(4, 4),)
     quantizer = MXQuantizer().set_global(MXQuantizationConfig(activation=A, weight=W))
-    _, _, converted = quantize(torch.export.export(Masked(), inputs), quantizer, inputs)
+    masked = module_of(lambda self, x: (torch.ones(4, 4, dtype=torch.int64) @ (x > 0).long()).float() @ x)
+    _, _, converted = quantize(torch.export.export(masked, inputs), quantizer, inputs)
     counts = (torch.ones(4, 4, dtype=torch.int64) @ (inputs[0] > 0).long()).float()
     assert torch.equal(converted(*inputs), a(counts, -1) @ a(inputs[0], -2))
     reasons = [o.reason for o in pt2mx.quantization_report(converted).operators]

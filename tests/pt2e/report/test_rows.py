@@ -11,7 +11,7 @@ import pt2mx
 from pt2mx import MXError, MXQuantizationConfig, MXQuantizer, quantization_report
 from pt2mx.pt2e.report.report import QuantizationReport
 from tests.flow import exported, prepare
-from tests.models import exported_conv
+from tests.models import exported_conv, module_of
 from tests.reports import HOSTILE, operator, report_of
 
 CONFIG = MXQuantizationConfig(weight="mxfp4", activation="mxfp8")
@@ -19,33 +19,25 @@ CONFIG = MXQuantizationConfig(weight="mxfp4", activation="mxfp8")
 
 @pytest.mark.parametrize("fold", [True, False])
 def test_roles_of_operands_whose_producer_takes_a_list(fold):
-    class Cat(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(16, 4))
-
-        def forward(self, x):
-            return torch.cat([x, x], -1) @ self.weight, torch.stack([x, x]) @ x.t()
-
     inputs = (torch.randn(2, 8),)
-    prepared = pt2mx.prepare_pt2e(torch.export.export(Cat(), inputs).module(), MXQuantizer().set_global(CONFIG))
+    cat = module_of(
+        lambda self, x: (torch.cat([x, x], -1) @ self.weight, torch.stack([x, x]) @ x.t()),
+        weight=nn.Parameter(torch.randn(16, 4)),
+    )
+    prepared = pt2mx.prepare_pt2e(torch.export.export(cat, inputs).module(), MXQuantizer().set_global(CONFIG))
     for model in (prepared, pt2mx.convert_pt2e(prepared, fold_quantize=fold)):
         first, second = quantization_report(model).operators
         assert [o.role for o in first.operands] == ["activation", "weight"]
         assert [o.role for o in second.operands] == ["activation", "activation"]
 
 
-class Unsupported(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc, self.centers = nn.Linear(8, 8), nn.Parameter(torch.randn(5, 8))
-
-    def forward(self, x):
-        return torch.cdist(self.fc(x), self.centers)
-
-
 def test_operators_that_are_not_supported_are_named():
-    prepared = prepare(Unsupported(), (torch.randn(4, 8),), CONFIG)
+    unsupported = module_of(
+        lambda self, x: torch.cdist(self.fc(x), self.centers),
+        fc=nn.Linear(8, 8),
+        centers=nn.Parameter(torch.randn(5, 8)),
+    )
+    prepared = prepare(unsupported, (torch.randn(4, 8),), CONFIG)
     for model in (prepared, pt2mx.convert_pt2e(prepared)):
         report = quantization_report(model)
         fc, cdist = report.operators
@@ -58,17 +50,12 @@ def test_operators_that_are_not_supported_are_named():
         assert "aten.cdist   -               -" in report.to_table() and "1 of 2 operators" in report.summary
 
 
-class Branches(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(8, 8)
-
-    def forward(self, x):
-        return torch.cond(x.sum() > 0, lambda x: torch.cdist(x, x) @ x, lambda x: x + 1, (self.fc(x),))
-
-
 def test_operators_of_sub_graphs_are_named():
-    prepared = prepare(Branches(), (torch.ones(8, 8),), CONFIG)
+    branches = module_of(
+        lambda self, x: torch.cond(x.sum() > 0, lambda x: torch.cdist(x, x) @ x, lambda x: x + 1, (self.fc(x),)),
+        fc=nn.Linear(8, 8),
+    )
+    prepared = prepare(branches, (torch.ones(8, 8),), CONFIG)
     report = quantization_report(prepared)
     by_name = {o.name: o for o in report.operators}
     assert next(iter(by_name)) == "linear" and by_name["linear"].quantized
@@ -88,16 +75,12 @@ def test_an_exported_model_that_was_never_prepared():
 
 
 def test_a_weight_that_is_kept_in_two_forms_is_counted_so():
-    class Both(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(64, 32))
-
-        def forward(self, x, y):
-            return x @ self.weight, torch.cdist(y, self.weight), nn.functional.linear(y, self.weight)
-
     inputs = (torch.randn(2, 64), torch.randn(2, 32))
-    report = quantization_report(prepared := prepare(Both(), inputs, MXQuantizationConfig(weight="mxfp4")))
+    both = module_of(
+        lambda self, x, y: (x @ self.weight, torch.cdist(y, self.weight), nn.functional.linear(y, self.weight)),
+        weight=nn.Parameter(torch.randn(64, 32)),
+    )
+    report = quantization_report(prepared := prepare(both, inputs, MXQuantizationConfig(weight="mxfp4")))
     along_rows, along_columns = 64 * (16 + 1), 32 * (32 + 2)
     assert [(o.operands[1].bytes_before, o.operands[1].bytes_after) for o in report.operators] == [
         (8192, along_columns), (0, 8192), (0, along_rows),
@@ -108,18 +91,10 @@ def test_a_weight_that_is_kept_in_two_forms_is_counted_so():
 
 
 def test_values_that_are_odd_are_said():
-    class Masked(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fc = nn.Linear(64, 8)
-
-        def forward(self, x):
-            return self.fc(x)
-
     batch = ({0: torch.export.Dim("batch")},)
     x = torch.randn(3, 64)
     x[0, 0], x[1, 40] = float("inf"), float("nan")
-    model = torch.export.export(Masked().eval(), (x,), dynamic_shapes=batch).module()
+    model = torch.export.export(nn.Sequential(nn.Linear(64, 8)).eval(), (x,), dynamic_shapes=batch).module()
     prepared = pt2mx.prepare_pt2e(model, MXQuantizer().set_global(CONFIG))
     prepared(x), prepared(x[:0])
     for model in (prepared, pt2mx.convert_pt2e(prepared)):
@@ -130,17 +105,12 @@ def test_values_that_are_odd_are_said():
         assert operator.operands[0].statistics.sqnr > 20
 
 
-class SharedByBranches(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(32, 32, bias=False)
-
-    def forward(self, x):
-        return self.fc(torch.cond(x.sum() > 0, lambda x: self.fc(x), lambda x: self.fc(x + 1), (x,)))
-
-
 def test_a_weight_that_subgraphs_share_is_counted_once():
-    prepared = prepare(SharedByBranches(), (torch.ones(4, 32),), CONFIG)
+    shared_by_branches = module_of(
+        lambda self, x: self.fc(torch.cond(x.sum() > 0, lambda x: self.fc(x), lambda x: self.fc(x + 1), (x,))),
+        fc=nn.Linear(32, 32, bias=False),
+    )
+    prepared = prepare(shared_by_branches, (torch.ones(4, 32),), CONFIG)
     for report in (quantization_report(prepared), quantization_report(pt2mx.convert_pt2e(prepared))):
         assert (report.bytes_before, report.bytes_after, report.values) == (32 * 32 * 4, 32 * 17, 32 * 32)
 
@@ -171,15 +141,12 @@ def test_notes_name_weights_larger_than_their_format():
 
 
 def test_operators_that_conversion_computes_are_no_rows():
-    class LowRank(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Parameter(torch.randn(32, 4)), nn.Parameter(torch.randn(4, 32))
-
-        def forward(self, x):
-            return nn.functional.linear(x, self.a @ self.b)
-
-    prepared = prepare(LowRank(), (torch.randn(2, 32),), CONFIG)
+    low_rank = module_of(
+        lambda self, x: nn.functional.linear(x, self.a @ self.b),
+        a=nn.Parameter(torch.randn(32, 4)),
+        b=nn.Parameter(torch.randn(4, 32)),
+    )
+    prepared = prepare(low_rank, (torch.randn(2, 32),), CONFIG)
     for model in (prepared, pt2mx.convert_pt2e(prepared)):
         (linear,) = quantization_report(model).operators
         assert linear.operator == "aten.linear"

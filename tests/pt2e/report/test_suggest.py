@@ -11,7 +11,7 @@ from pt2mx import MXError, MXQuantizationConfig, MXQuantizer, suggest_config
 from pt2mx.kernels.packing import packed_length
 from tests.flow import calibrated
 from tests.format_candidates import CANDIDATES, CONFIG
-from tests.models import Depthwise, Encoder
+from tests.models import Depthwise, Encoder, chain
 
 
 def export(make, inputs):
@@ -207,15 +207,7 @@ def test_weights_without_candidates_count_towards_the_average():
 
 
 def test_candidates_are_chosen_by_statistics():
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.exact, self.wide = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
-
-        def forward(self, x):
-            return self.wide(self.exact(x))
-
-    model = Two()
+    model = chain(exact=nn.Linear(64, 64, bias=False), wide=nn.Linear(64, 64, bias=False))
     model.exact.weight.data = torch.ones(64, 64)  # every format represents it
     prepared = calibrate(
         (torch.export.export(model, (torch.randn(2, 64),)).module(), (torch.randn(2, 64),)),
@@ -226,15 +218,7 @@ def test_candidates_are_chosen_by_statistics():
 
 
 def test_a_tensor_with_values_that_are_not_finite():
-    class One(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fc = nn.Linear(64, 8)
-
-        def forward(self, x):
-            return self.fc(x)
-
-    model = One()
+    model = chain(fc=nn.Linear(64, 8))
     model.fc.weight.data.fill_(math.nan)
     inputs = (torch.full((2, 64), math.inf),)
     prepared = calibrate((torch.export.export(model, inputs).module(), inputs), MXQuantizer().set_global(CONFIG))

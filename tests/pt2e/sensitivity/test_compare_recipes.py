@@ -11,6 +11,7 @@ from pt2mx import MXError
 from pt2mx.pt2e.quantizer import recipe
 from pt2mx.pt2e.report import speed
 from pt2mx.pt2e.sensitivity.compare_recipes import OTHER_FORMATS, compare_recipes
+from tests.models import module_of
 
 pytestmark = pytest.mark.usefixtures("few_objects")
 
@@ -232,16 +233,9 @@ def test_speed(net, compiler):
 
 @pytest.mark.compiled
 def test_speed_with_inputs_by_name(compiler):
-    class Masked(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(64, 8)
-
-        def forward(self, x, *, mask):
-            return self.linear(x) * mask
-
     batch = {"x": torch.randn(4, 64), "mask": torch.ones(4, 8)}
-    exported = torch.export.export(Masked().eval(), (batch["x"],), {"mask": batch["mask"]}).module()
+    masked = module_of(lambda self, x, *, mask: self.linear(x) * mask, linear=nn.Linear(64, 8))
+    exported = torch.export.export(masked.eval(), (batch["x"],), {"mask": batch["mask"]}).module()
     for arguments in (batch, tuple(batch.values())):
         check_speed(compare_recipes(exported, [arguments], ["mxfp8"], speed=True))
 

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 import pt2mx
 from pt2mx import MXError, sensitivity
+from tests.models import module_of
 from tests.subgraph_models import X
 
 
@@ -189,16 +190,11 @@ def test_operators_with_several_outputs_and_inputs_that_are_written():
 @pytest.mark.parametrize("metric", ["kl", "cosine", "noise"])
 @pytest.mark.parametrize("shape", [(), (8,), (4, 8), (2, 2, 8)])
 def test_outputs_of_any_shape(metric, shape):
-    class Shaped(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(64, 8)
+    def forward(self, x):
+        y = self.linear(x)
+        return {"y": {0: y.sum(), 1: y[0], 2: y}.get(len(shape), y.reshape(2, 2, 8)), "label": y.argmax(-1)}
 
-        def forward(self, x):
-            y = self.linear(x)
-            return {"y": {0: y.sum(), 1: y[0], 2: y}.get(len(shape), y.reshape(2, 2, 8)), "label": y.argmax(-1)}
-
-    exported = torch.export.export(Shaped().eval(), (X,)).module()
+    exported = torch.export.export(module_of(forward, linear=nn.Linear(64, 8)).eval(), (X,)).module()
     (row,) = sensitivity(exported, [X], ["mxfp8"], metric=metric, method="both", draws=4).rows
     assert exported(X)["y"].shape == shape and row.alone >= 0 and row.estimate >= 0
 
@@ -238,32 +234,20 @@ def test_modules_that_make_nan_are_the_costliest(net):
 
 
 def test_no_gradient():
-    class Detached(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(64, 8)
-
-        def forward(self, x):
-            return self.linear(x).detach()
-
-    exported = torch.export.export(Detached().eval(), (X,)).module()
+    detached = module_of(lambda self, x: self.linear(x).detach(), linear=nn.Linear(64, 8))
+    exported = torch.export.export(detached.eval(), (X,)).module()
     with pytest.raises(MXError, match=r"no gradient of an output reaches a module: give method='forward'"):
         sensitivity(exported, [X], ["mxfp8"], method="gradient")
 
 
 def test_buffers_that_a_model_writes_stay():
-    class Counter(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(64, 64)
-            self.register_buffer("seen", torch.zeros(64))
+    def forward(self, x):
+        y = self.linear(x)
+        self.seen.add_(y.sum(0))
+        return y + self.seen
 
-        def forward(self, x):
-            y = self.linear(x)
-            self.seen.add_(y.sum(0))
-            return y + self.seen
-
-    exported = torch.export.export(Counter().eval(), (X,)).module()
+    model = module_of(forward, linear=nn.Linear(64, 64), seen=nn.Buffer(torch.zeros(64)))
+    exported = torch.export.export(model.eval(), (X,)).module()
     actual = sensitivity(exported, [X, -X], ["mxfp8"], metric="noise", method="both")
     assert torch.equal(exported.seen, torch.zeros(64)) and not exported.seen.requires_grad
     again = sensitivity(exported, [X, -X], ["mxfp8"], metric="noise", method="both")

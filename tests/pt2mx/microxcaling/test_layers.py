@@ -114,12 +114,7 @@ def test_a_vector():
     [
         ("Conv2d", (12, 9, 8), {}, r"input of shape \(12, 9, 8\) must have 4 dimensions"),
         ("ConvTranspose2d", (12, 9, 8), {}, "must have 4 dimensions"),
-        (
-            "Conv1d",
-            (2, 12, 9),
-            {"kernel_size": 2, "padding": "same"},
-            "padding='same' of a kernel of .2,. is not",
-        ),
+        ("Conv1d", (2, 12, 9), {"kernel_size": 2, "padding": "same"}, "padding='same' of a kernel of .2,. is not"),
     ],
 )
 def test_errors(name, shape, options, match):

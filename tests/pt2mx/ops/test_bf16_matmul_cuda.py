@@ -13,6 +13,7 @@ from tests.attention import attend
 from tests.compare import relative_error
 from tests.flow import convert
 from tests.graph import count
+from tests.models import module_of
 
 pytestmark = pytest.mark.cuda
 
@@ -155,15 +156,10 @@ def test_quantizations_that_the_kernel_has_not_take_two_steps(modes):
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_compiled_model(mode, dtype):
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.up, self.down = nn.Linear(128, 384), nn.Linear(128, 128)
-
-        def forward(self, x):
-            q, k, v = self.up(x).view(2, 50, 3, 4, 32).permute(2, 0, 3, 1, 4).unbind(0)
-            y = F.scaled_dot_product_attention(q, k, v) + torch.softmax(q @ k.mT, -1) @ v
-            return self.down(y.transpose(1, 2).reshape(2, 50, 128))
+    def forward(self, x):
+        q, k, v = self.up(x).view(2, 50, 3, 4, 32).permute(2, 0, 3, 1, 4).unbind(0)
+        y = F.scaled_dot_product_attention(q, k, v) + torch.softmax(q @ k.mT, -1) @ v
+        return self.down(y.transpose(1, 2).reshape(2, 50, 128))
 
     torch._dynamo.reset()
     config = get_default_mx_quantization_config("mxint8", "mxint8")
@@ -171,7 +167,7 @@ def test_a_compiled_model(mode, dtype):
     for product in ("aten.scaled_dot_product_attention", "aten.matmul"):
         quantizer = quantizer.set_operator_type(product, config)
     x = torch.randn(2, 50, 128, dtype=dtype)
-    converted = convert(Net().to(dtype), (x,), quantizer)
+    converted = convert(module_of(forward, up=nn.Linear(128, 384), down=nn.Linear(128, 128)).to(dtype), (x,), quantizer)
     model = pt2mx.lower_to_inductor(converted, "cuda")
     assert count(model, attention_bfloat16) == 1 and count(model, matmul_bfloat16) == 2 * (dtype == torch.float32)
     compiled = torch.compile(model, mode=mode)

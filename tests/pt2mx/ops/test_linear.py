@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from pt2mx import FORMATS, MXError, ops
 from pt2mx.ops.linear import GroupedLinearMX, grouped_linear_mx, linear_mx
 from tests.compare import relative_error
+from tests.models import module_of
 from tests.operators import opchecks
 
 
@@ -92,14 +93,11 @@ def test_compiled_with_dynamic_shapes(compiler, mode):
 
 
 def test_exported_with_dynamic_shapes():
-    class Product(torch.nn.Module):
-        def forward(self, x, data, scale):
-            return linear_mx(x, data, scale, None, "fp6_e3m2", 32, 0)
-
     data, scale, *modes = packed(9, 70, name="fp6_e3m2")
     x = torch.randn(4, 70)
     shapes = ({0: torch.export.Dim("rows", max=64)}, None, None)
-    program = torch.export.export(Product(), (x, data, scale), dynamic_shapes=shapes)
+    product = module_of(lambda self, x, data, scale: linear_mx(x, data, scale, None, "fp6_e3m2", 32, 0))
+    program = torch.export.export(product, (x, data, scale), dynamic_shapes=shapes)
     x = torch.randn(33, 70)
     assert torch.equal(program.module()(x, data, scale), linear_mx(x, data, scale, None, *modes, 0))
 

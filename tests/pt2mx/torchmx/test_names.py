@@ -130,7 +130,7 @@ NAMES = {
         "mx_dynamic_activation_mx_weights": lambda f: (through_torchao(f), expected()),
     },
     "layers.mx_linear": {
-        "MXInferenceLinear": lambda c: (c.from_float(layer()[0], QLinearConfig(FP8, FP8))(X), expected()),
+        "MXInferenceLinear": lambda c: (c.from_float(layer()[0], QLinearConfig(FP8, FP8))(X), expected())
     },
 }
 
