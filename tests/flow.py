@@ -51,6 +51,33 @@ def convert(
     return pt2mx.convert_pt2e(pt2mx.prepare_pt2e(graph, quantizer), fold_quantize=fold)
 
 
+def train(
+    model: nn.Module,
+    *inputs: object,
+    steps: int,
+    lr: float = 1e-2,
+    optimizer: type[torch.optim.Optimizer] = torch.optim.SGD,
+    target: float | torch.Tensor = 0.0,
+) -> list[float]:
+    """Train a model on one batch; return the loss of each step, the mean of the squared distances to the target."""
+    update, losses = optimizer(model.parameters(), lr), []
+    for _ in range(steps):
+        update.zero_grad()
+        loss = (model(*inputs) - target).square().mean()
+        loss.backward()
+        update.step()
+        losses.append(loss.item())
+    return losses
+
+
+def assert_converts_to_the_bit(prepared: GraphModule, *inputs: object) -> GraphModule:
+    """Convert a prepared model, and check that it has the outputs of the prepared one in evaluation mode."""
+    converted = pt2mx.convert_pt2e(prepared)
+    with torch.no_grad():
+        assert torch.equal(converted(*inputs), prepared.eval()(*inputs))
+    return converted
+
+
 def saved_bytes(program: ExportedProgram) -> int:
     """Return the bytes of the tensors in the file of a program."""
     file = io.BytesIO()

@@ -7,6 +7,7 @@ from torch import nn
 import pt2mx
 from pt2mx import MXQuantizer, get_default_mx_quantization_config, ops
 from pt2mx.fx.graph.higher_order_ops import graph_modules, hop_calls
+from tests.flow import train
 from tests.subgraph_models import MODELS, QUANTIZER, Autocast, Base, Checkpoint, Cond, NoGrad, Repeated, X
 
 
@@ -87,13 +88,7 @@ def test_branches_in_a_package(quantize, compiler, tmp_path):
 def test_trains(model):
     torch.manual_seed(0)
     prepared = pt2mx.prepare_qat_pt2e(torch.export.export(model().train(), (X,)).module(), QUANTIZER)
-    optimizer, losses = torch.optim.Adam(prepared.parameters(), 1e-2), []
-    for _ in range(20):
-        optimizer.zero_grad()
-        loss = (prepared(X) - 1).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = train(prepared, X, steps=20, optimizer=torch.optim.Adam, target=1)
     assert losses[-1] < 0.3 * losses[0]
     converted = pt2mx.convert_pt2e(prepared)
     with torch.no_grad():

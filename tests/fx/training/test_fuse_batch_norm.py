@@ -7,7 +7,7 @@ from torch import nn
 import pt2mx
 from pt2mx import MXQuantizer, get_default_mx_quantization_config
 from pt2mx.fx.training.fuse_batch_norm import NormalizedLayer, ScaledWeight
-from tests.flow import exported
+from tests.flow import assert_converts_to_the_bit, exported, train
 from tests.models import module_of
 from tests.training_models import NORMALIZED_LAYERS, layer_and_norm
 
@@ -34,16 +34,8 @@ def test_fused_in_training_and_folded_without_difference(name):
     torch.testing.assert_close(prepared.eval()(*inputs), reference.eval()(*inputs), rtol=1e-4, atol=1e-4)
 
     pt2mx.enable_fake_quant(prepared)
-    optimizer = torch.optim.SGD(prepared.parameters(), 1e-2)
-    prepared.train()
-    for _ in range(3):
-        optimizer.zero_grad()
-        prepared(*inputs).square().mean().backward()
-        optimizer.step()
-    converted = pt2mx.convert_pt2e(prepared)
-    with torch.no_grad():
-        want = prepared.eval()(*inputs)
-        assert torch.equal(converted(*inputs), want)
+    train(prepared.train(), *inputs, steps=3)
+    converted = assert_converts_to_the_bit(prepared, *inputs)
     assert not any("batch_norm" in str(node.target) for node in converted.graph.nodes)
     held = {key.rpartition(".")[2] for key in converted.state_dict()}
     assert {"weight_data", "weight_scale"} <= held and not held & {"weight", "running_var", "num_batches_tracked"}
@@ -87,9 +79,7 @@ def test_what_is_not_fused():
         prepared = prepared_for_training(model, (x,))
         assert not any(isinstance(m, NormalizedLayer) for m in prepared.modules())
         prepared(x)
-        converted = pt2mx.convert_pt2e(prepared)
-        with torch.no_grad():
-            assert torch.equal(converted(x), prepared.eval()(x))
+        assert_converts_to_the_bit(prepared, x)
 
 
 def test_two_layers_that_share_a_weight_keep_their_own_batch_norms():
@@ -110,9 +100,7 @@ def test_two_layers_that_share_a_weight_keep_their_own_batch_norms():
     prepared = prepared_for_training(model, (x,))
     assert sum(isinstance(m, NormalizedLayer) for m in prepared.modules()) == 2
     prepared(x)
-    converted = pt2mx.convert_pt2e(prepared)
-    with torch.no_grad():
-        assert torch.equal(converted(x), prepared.eval()(x))
+    converted = assert_converts_to_the_bit(prepared, x)
     assert sum("weight_data" in key for key in converted.state_dict()) == 2
 
 
@@ -129,7 +117,5 @@ def test_in_a_graph_inside(training):
     prepared = pt2mx.prepare_qat_pt2e(exported, QUANTIZER)
     assert any(isinstance(m, NormalizedLayer) for m in prepared.modules())
     prepared.train()(x)
-    converted = pt2mx.convert_pt2e(prepared)
-    with torch.no_grad():
-        assert torch.equal(converted(x), prepared.eval()(x))
+    converted = assert_converts_to_the_bit(prepared, x)
     assert sum("weight_data" in key for key in converted.state_dict()) == 2

@@ -15,7 +15,7 @@ from pt2mx.pt2e.cli.command import main
 from pt2mx.pt2e.packages.compile import compile_program
 from pt2mx.pt2e.packages.package import load_package
 from tests.compare import relative_error
-from tests.flow import exported
+from tests.flow import assert_converts_to_the_bit, exported, train
 from tests.models import IMAGES, NormalizedConv, module_of
 from tests.subgraph_models import QUANTIZER, Autocast, Checkpoint, Cond, NoGrad, X
 from tests.training_models import NORMALIZED_LAYERS, WITH_MODES, layer_and_norm
@@ -118,14 +118,8 @@ def test_batch_norms_fold_without_difference(name):
     inputs = tuple(x.cuda() for x in inputs)
     quantizer = MXQuantizer().set_global(get_default_mx_quantization_config("mxfp6{8}", "mxfp8{8}"))
     prepared = pt2mx.prepare_qat_pt2e(exported(model.cuda().train(), *inputs), quantizer)
-    optimizer = torch.optim.SGD(prepared.parameters(), 1e-2)
-    for _ in range(3):
-        optimizer.zero_grad()
-        prepared(*inputs).square().mean().backward()
-        optimizer.step()
-    converted = pt2mx.convert_pt2e(prepared)
-    with torch.no_grad():
-        assert torch.equal(converted(*inputs), prepared.eval()(*inputs))
+    train(prepared, *inputs, steps=3)
+    assert_converts_to_the_bit(prepared, *inputs)
 
 
 @pytest.mark.parametrize("name", NORMALIZED_LAYERS)
@@ -165,9 +159,7 @@ def test_modes(name):
     quantizer = MXQuantizer().set_global(get_default_mx_quantization_config("mxint8", "mxint8"))
     prepared = pt2mx.prepare_qat_pt2e(graph, quantizer)
     prepared(x).sum().backward()
-    converted = pt2mx.convert_pt2e(prepared)
-    with torch.no_grad():
-        assert torch.equal(converted(x), prepared.eval()(x))
+    assert_converts_to_the_bit(prepared, x)
 
 
 def test_formats_are_compared_on_the_device(quantize):
@@ -192,14 +184,7 @@ def test_training_compiles_and_agrees():
     for compiled in (False, True):
         prepared = pt2mx.prepare_qat_pt2e(exported(copy.deepcopy(model), x), MXQuantizer.from_recipe("mxfp8"))
         step = torch.compile(prepared, fullgraph=True) if compiled else prepared
-        optimizer, found = torch.optim.SGD(prepared.parameters(), 1e-2), []
-        for _ in range(10):
-            optimizer.zero_grad()
-            loss = (step(x) - 1).square().mean()
-            loss.backward()
-            optimizer.step()
-            found.append(loss.item())
-        losses.append(found)
+        losses.append(train(step, x, steps=10, target=1))
     assert losses[1] == pytest.approx(losses[0], abs=1e-4) and losses[0][-1] < losses[0][0]
 
 

@@ -18,7 +18,7 @@ from pt2mx import (
     prepare_qat_pt2e,
 )
 from pt2mx.pt2e.observe.torchao_pt2e import Q_ANNOTATION_KEY, QuantizationAnnotation, QuantizationSpec, Quantizer
-from tests.flow import exported
+from tests.flow import exported, train
 from tests.graph import quantized_at_each_call
 from tests.models import OF_EACH_KIND
 
@@ -139,11 +139,7 @@ def trained(quantizer, prepare):
     torch.manual_seed(0)
     model, x = Normalized().train(), torch.randn(8, 4, 6, 6)
     prepared = prepare(exported(model, x), quantizer)
-    optimizer = torch.optim.SGD(prepared.parameters(), 0.05)
-    for _ in range(3):
-        optimizer.zero_grad()
-        prepared(x).square().mean().backward()
-        optimizer.step()
+    train(prepared, x, steps=3, lr=0.05)
     return prepared, x
 
 

@@ -6,7 +6,7 @@ from torch import nn
 
 import pt2mx
 from pt2mx import MXError, MXFakeQuantize, MXObserver, MXQuantizer, get_default_mx_quantization_config
-from tests.flow import exported
+from tests.flow import exported, train
 from tests.graph import assert_unchanged, snapshot
 from tests.models import IMAGES, NormalizedConv, exported_conv, module_of
 
@@ -137,14 +137,7 @@ def test_qat_trains_and_its_config_needs_no_flag():
     prepared = pt2mx.prepare_qat_pt2e(model, QUANTIZER)
     assert {type(m) for m in prepared.modules() if isinstance(m, MXObserver)} == {MXFakeQuantize}
     x, y = torch.randn(16, 8), torch.randn(16, 1)
-    optimizer = torch.optim.Adam(prepared.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(50):
-        optimizer.zero_grad()
-        loss = (prepared(x) - y).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+    losses = train(prepared, x, steps=50, optimizer=torch.optim.Adam, target=y)
     assert losses[-1] < 0.3 * losses[0]
     converted = pt2mx.convert_pt2e(prepared)
     assert torch.equal(converted(x), prepared(x))

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pt2mx
 from pt2mx import MXQuantizer, get_default_mx_quantization_config
+from tests.flow import assert_converts_to_the_bit
 from tests.rank_processes import run_ranks
 
 MXFP8 = get_default_mx_quantization_config()
@@ -74,12 +75,6 @@ def gradients(model, x, labels):
     y = model(x)
     nn.functional.cross_entropy(y, labels).backward()
     return [y, *(p.grad for p in model.parameters())]
-
-
-def assert_converts_to_the_bit(prepared, x):
-    converted = pt2mx.convert_pt2e(prepared)
-    with torch.no_grad():
-        assert torch.equal(converted(x), prepared.eval()(x))
 
 
 @pytest.mark.compiled_except("Block")

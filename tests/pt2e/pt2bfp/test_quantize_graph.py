@@ -8,7 +8,7 @@ import pt2mx
 from pt2mx import MXError
 from pt2mx.pt2e import pt2bfp
 from tests.compare import same
-from tests.flow import exported
+from tests.flow import exported, train
 from tests.graph import namespaces
 from tests.models import module_of
 
@@ -82,12 +82,8 @@ def test_settings_mean_the_modules_of_a_traced_graph():
 def test_training():
     model = torch.fx.symbolic_trace(Net().train())
     qat = pt2bfp.prepare_qat_fx(model, {"": NARROW}, (torch.randn(4, 3, 6, 6),))
-    optimizer = torch.optim.SGD(qat.parameters(), lr=0.001)
     batch = torch.randn(4, 3, 6, 6)
-    for _ in range(2):
-        optimizer.zero_grad()
-        qat(batch).square().sum().backward()
-        optimizer.step()
+    train(qat, batch, steps=2)
     assert all(parameter.grad is not None for parameter in qat.parameters() if parameter.dim() > 1)
     with torch.no_grad():
         assert same(pt2bfp.convert_fx(qat)(batch), qat.eval()(batch))

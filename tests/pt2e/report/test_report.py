@@ -11,7 +11,7 @@ from pt2mx import MXError, MXFormatObserver, MXQuantizationConfig, MXQuantizer, 
 from pt2mx.analysis.sums import QuantizationStatistics, quantization_sums
 from pt2mx.pt2e.report.report import COLUMNS, QuantizationReport
 from pt2mx.pt2e.report.rows import OperatorReport
-from tests.flow import calibrated, convert, exported, prepare, reloaded
+from tests.flow import calibrated, convert, exported, prepare, reloaded, train
 from tests.models import IMAGES, NormalizedConv, exported_conv
 from tests.reports import operator, report_of
 from tests.subgraph_models import Branches
@@ -220,11 +220,7 @@ def test_weights_have_the_sqnr_that_training_left():
     model = nn.Sequential(nn.Conv2d(32, 32, 1), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 8, 1)).train()
     qat = pt2mx.prepare_qat_pt2e(exported(model, x), MXQuantizer().set_global(CONFIG))
     pt2mx.enable_observer(qat)  # sees the weights of the first step
-    optimizer = torch.optim.SGD(qat.parameters(), lr=0.1)
-    for _ in range(2):
-        optimizer.zero_grad()
-        qat(x).square().mean().backward()
-        optimizer.step()
+    train(qat, x, steps=2, lr=0.1)
     qat.eval()
     prepared, converted = quantization_report(qat), quantization_report(pt2mx.convert_pt2e(qat))
     with torch.no_grad():
