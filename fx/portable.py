@@ -15,6 +15,7 @@ from pt2mx.errors import MXError
 from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.node import is_ours, specs_of
 from pt2mx.fx.graph.qdq import PORTABLE, holds_observers
+from pt2mx.fx.passes.accumulate import refuse_accumulators
 from pt2mx.kernels import arithmetic, blocks_in_memory
 from pt2mx.kernels.reference import random_bits
 from pt2mx.ops.decompositions import call_decompositions, decompositions
@@ -34,7 +35,7 @@ def make_portable(program: ExportedProgram) -> ExportedProgram:
 
     Raises:
         MXError: for an object that is no exported program, for an export of a prepared model, and for a registered
-            element or scale mode.
+            element or scale mode, or an accumulator.
 
     Example:
         >>> import torch, pt2mx
@@ -109,6 +110,7 @@ def _decompose(program: ExportedProgram, table: dict[Any, Callable[..., Any]]) -
         )
     if holds_observers(program.state_dict):
         raise MXError("the program is an export of a prepared model: convert it (convert_pt2e), and export that")
+    refuse_accumulators(program.graph_module, "programs of aten operators")
     for graph in graph_modules(program.graph_module):
         for node in filter(is_ours, graph.graph.nodes):
             for spec in specs_of(node):

@@ -2,6 +2,8 @@
 
 from pt2mx import cpp as cpp
 from pt2mx import dtypes as dtypes
+from pt2mx.accumulator import Accumulator as Accumulator
+from pt2mx.accumulator import parse_accumulator as parse_accumulator
 from pt2mx.analysis.compare import MX_FORMATS as MX_FORMATS
 from pt2mx.analysis.compare import compare_mx_formats as compare_mx_formats
 from pt2mx.analysis.compare import print_mx_format_table as print_mx_format_table

@@ -9,7 +9,8 @@ import pt2mx
 from pt2mx.ops.contract import OPERATORS
 
 TEXT = (Path(__file__).parent.parent / "CHANGELOG.md").read_text("utf-8")
-RELEASES = [part for part in re.split(r"^## ", TEXT, flags=re.MULTILINE)[1:] if not part.startswith("[Unreleased]\n")]
+PARTS = re.split(r"^## ", TEXT, flags=re.MULTILINE)[1:]
+RELEASES = [part for part in PARTS if not part.startswith("[Unreleased]\n")]
 
 
 def test_the_newest_release_is_the_version():
@@ -21,10 +22,11 @@ def test_releases_descend():
     assert versions == sorted(versions, reverse=True) and len(set(versions)) == len(versions)
 
 
-def test_the_newest_release_names_the_version_of_each_operator():
-    """A new version of an operator needs a release that says so."""
-    text = re.search(r"### Operators\n\n(.*?)\n(\n|$)", RELEASES[0], flags=re.DOTALL)[1]
-    versions = {name: int(version) for name, version in re.findall(r"`(\w+)`\s+(\d+)", text)}
+def test_the_changelog_names_the_version_of_each_operator():
+    """The newest release names all, and what comes after it those that it changed."""
+    unreleased = PARTS[: PARTS.index(RELEASES[0])]
+    texts = re.findall(r"### Operators\n\n(.*?)\n(?:\n|$)", "".join([RELEASES[0], *unreleased]), flags=re.DOTALL)
+    versions = {name: int(version) for text in texts for name, version in re.findall(r"`(\w+)`\s+(\d+)", text)}
     assert versions == {name: operator.version for name, operator in OPERATORS.items()}
 
 

@@ -22,8 +22,12 @@ from pt2mx.fx.graph.convolution import LAYERS
 from pt2mx.fx.graph.higher_order_ops import call_groups, graph_modules
 from pt2mx.fx.graph.node import args_of, function_of, node_arg, operator_of, register_buffer
 from pt2mx.fx.graph.tensors import remove_unused
+from pt2mx.ops.accumulated import convolution_accumulated, linear_accumulated
 
 aten = torch.ops.aten
+
+#: layers whose third argument is the bias
+_WITH_BIAS = frozenset((*LAYERS, linear_accumulated, convolution_accumulated))
 
 
 def fold_weights(model: GraphModule) -> GraphModule:
@@ -104,7 +108,7 @@ def fold_biases(model: GraphModule) -> GraphModule:
 
 def computed_bias(node: Node) -> Node | None:
     """Return the bias of a layer if an operator computes it, other than a dequantization; otherwise None."""
-    bias = node.args[2] if node.target in LAYERS and len(node.args) > 2 else None
+    bias = node.args[2] if node.target in _WITH_BIAS and len(node.args) > 2 else None
     if not isinstance(bias, Node) or bias.op != "call_function" or _dequantizes(bias):
         return None
     return bias

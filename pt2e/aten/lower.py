@@ -17,6 +17,7 @@ from pt2mx.fx.graph.graph_pass import GraphPass
 from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.node import GroupedLinearMX, is_ours, operator_of
 from pt2mx.fx.graph.source_node import module_name
+from pt2mx.fx.passes.accumulate import refuse_accumulators
 from pt2mx.fx.passes.packed_operands import MATMULS
 from pt2mx.fx.passes.weight_layout import make_weights_k_major
 from pt2mx.fx.portable import mark_portable, without_bit_casts
@@ -86,6 +87,7 @@ def lower_to_aten(
     if (matmul, weights) not in _PASSES:
         raise MXError(f"matmul={matmul!r} takes weights='native': torch's scaled matmuls have no codes in bytes")
     check_converted(program)
+    refuse_accumulators(program.graph_module, "programs of aten operators")
     for node in _calls(program):
         if is_ours(node) and node.target not in _CONVERTED:
             raise MXError(

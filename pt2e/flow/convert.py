@@ -16,6 +16,7 @@ from pt2mx.fx.graph.node import write_out_arguments
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, generate_code, map_tensors, storages_of
 from pt2mx.fx.passes.fold_weights import fold_all_weights, fold_biases
 from pt2mx.fx.training.train_eval import to_evaluation
+from pt2mx.pt2e.flow.accumulators import convert_accumulators, remove_accumulators
 from pt2mx.pt2e.flow.prepare import INITIAL_KEY
 from pt2mx.pt2e.flow.weights import listed, nonfinite_weights, note_weights
 from pt2mx.pt2e.observe import torchao_pt2e
@@ -126,9 +127,11 @@ def _convert_graphs(model: GraphModule, done: dict[GraphModule, GraphModule]) ->
             inner[name] = done[graph]
     for name in inner:
         setattr(model, name, nn.Module())  # torchao's convert would delete the modules in it
+    remove_accumulators(model)
     to_evaluation(model)
     converted = torchao_pt2e.convert_modules(model)
     for name, graph in inner.items():
         setattr(converted, name, graph)
+    convert_accumulators(converted)
     fold_biases(converted)
     return converted

@@ -24,6 +24,7 @@ from pt2mx.fx.training.train_eval import (
     random_operators,
     to_train_eval_modules,
 )
+from pt2mx.pt2e.flow.accumulators import insert_accumulators
 from pt2mx.pt2e.flow.anchors import set_anchors
 from pt2mx.pt2e.flow.gradients import plan_gradients
 from pt2mx.pt2e.flow.packed_weights import PACKED_MATMULS
@@ -185,6 +186,7 @@ def _prepare(model: GraphModule, quantizer: torchao_pt2e.Quantizer, for_training
     for graph in graphs:
         share_tensor_scales(graph)
         insert_quantized_gradients(graph, torchao_pt2e.FakeQuantizeBase)
+        insert_accumulators(graph, for_training)
     prepared = generate_code(PreparedModule(model, model.graph))
     prepared.meta.update({**model.meta, **meta})
     if not for_training:

@@ -18,7 +18,8 @@ from pt2mx.fx.graph.qdq import insert_quantize_dequantize
 from pt2mx.fx.passes.fold_weights import compute_codes
 from pt2mx.fx.training.fuse_batch_norm import ScaledWeight
 from pt2mx.fx.training.train_eval import in_backward_pass
-from pt2mx.pt2e.observe.qspec import spec_of_qscheme, ste_of_qscheme, tensor_scale_of_qscheme
+from pt2mx.pt2e.observe.flags import Switched
+from pt2mx.pt2e.observe.qspec import CONFIG_KEY, spec_of_qscheme, ste_of_qscheme, tensor_scale_of_qscheme
 from pt2mx.pt2e.observe.tensor_scales import TENSOR_SCALES, StaticTensorScale
 from pt2mx.pt2e.observe.torchao_pt2e import ObserverBase, QuantizationSpec, is_fake
 from pt2mx.spec import MXSpec
@@ -83,7 +84,7 @@ def _no_sums() -> dict[str, Tensor]:
     return {**sums, "exponents": torch.zeros(256, dtype=torch.int64)}
 
 
-class MXObserver(StatisticsCollector, ObserverBase):
+class MXObserver(StatisticsCollector, Switched, ObserverBase):
     """Collect the quantization errors of a tensor during calibration, and pass the tensor through.
 
     With `enable_fake_quant` it returns the quantized values instead, to evaluate a prepared model before conversion.
@@ -120,7 +121,6 @@ class MXObserver(StatisticsCollector, ObserverBase):
     follows_training = False
     _amax: Tensor | None = None  # of siblings, during a call
     _is_empty = False  # during a call: the tensor has no values (of an expert that gets no token)
-    _FLAGS = ("fake_quant_enabled", "observer_enabled")
 
     def __init__(self, qscheme: tuple, *, fake_quant: bool = False, observe: bool = True, **annotation: object) -> None:
         if unknown := sorted(set(annotation) - _ANNOTATION):
@@ -134,8 +134,7 @@ class MXObserver(StatisticsCollector, ObserverBase):
         self.qscheme = qscheme
         self.ste = ste
         self.static_scale = StaticTensorScale(self.spec, rule) if TENSOR_SCALES[rule] else None
-        self.fake_quant_enabled = fake_quant
-        self.observer_enabled = observe
+        self.fake_quant_enabled, self.observer_enabled = fake_quant, observe
         self.observe_once = False  # set for constant tensors: every batch would add the same
         self._observed = False
 
@@ -208,30 +207,6 @@ class MXObserver(StatisticsCollector, ObserverBase):
         super().reset_statistics()
         self._observed = False
 
-    def enable_fake_quant(self, enabled: bool = True) -> None:
-        """Switch fake quantization.
-
-        Args:
-            enabled: True for quantized values, False for the unchanged tensor.
-        """
-        self.fake_quant_enabled = bool(enabled)
-
-    def disable_fake_quant(self) -> None:
-        """Pass tensors through unchanged."""
-        self.enable_fake_quant(False)
-
-    def enable_observer(self, enabled: bool = True) -> None:
-        """Switch the collection of statistics.
-
-        Args:
-            enabled: True to collect them.
-        """
-        self.observer_enabled = bool(enabled)
-
-    def disable_observer(self) -> None:
-        """Collect no statistics."""
-        self.enable_observer(False)
-
     def calculate_qparams(self, **kwargs: object) -> None:
         """Raise an error: this hook of torch.ao has no meaning for block scales.
 
@@ -268,6 +243,7 @@ class MXObserver(StatisticsCollector, ObserverBase):
             return
         modules = [model.get_submodule(str(n.target)) for n in model.graph.find_nodes(op="call_module")]
         if not any(isinstance(module, MXObserver) for module in modules):
+            _refuse_accumulators(model)
             compute_codes(model, constant_nodes(model.graph))
             if any(isinstance(module, ScaledWeight) for module in modules):
                 warnings.warn(
@@ -276,21 +252,23 @@ class MXObserver(StatisticsCollector, ObserverBase):
                     stacklevel=2,
                 )
 
-    # The flags go into the state_dict under the names and dtype that torchao's FakeQuantize gives them.
-    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        for flag in self._FLAGS:
-            destination[prefix + flag] = torch.tensor([getattr(self, flag)], dtype=torch.uint8)
-
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: object) -> None:
-        for flag in self._FLAGS:
-            if prefix + flag in state_dict:
-                setattr(self, flag, bool(state_dict.pop(prefix + flag)))
         super()._load_from_state_dict(state_dict, prefix, *args)
         self._observed = bool(self.tensors)
 
     def extra_repr(self) -> str:
         return f"{self.spec}, axis={self.spec.axis}, fake_quant={self.fake_quant_enabled}"
+
+
+def _refuse_accumulators(model: GraphModule) -> None:
+    """Raise an MXError for a config with an accumulator: torchao's own convert_pt2e does not know it."""
+    for node in model.graph.nodes:
+        accumulator = getattr(node.meta.get(CONFIG_KEY), "accumulator", None)
+        if accumulator is not None:
+            raise MXError(
+                f"the config of {node.name} has accumulator={str(accumulator)!r}, which torchao's convert_pt2e does "
+                "not know: convert with pt2mx.convert_pt2e"
+            )
 
 
 def observed_value(node: Node) -> object:

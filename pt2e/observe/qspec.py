@@ -15,6 +15,9 @@ from pt2mx.pt2e.observe.tensor_scales import check_tensor_scale
 from pt2mx.pt2e.observe.torchao_pt2e import QuantizationSpec
 from pt2mx.spec import MXSpec, parse
 
+#: meta key of an operator's node: the config that a setting gave it
+CONFIG_KEY = "mx_config"
+
 _TAG = "mx"
 #: gradient estimator, scale format, rows and tensor scale of older versions, where a `qscheme` ends before them
 _DEFAULTS = ("identity", None, None, "dynamic")

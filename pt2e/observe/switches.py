@@ -5,13 +5,13 @@ from __future__ import annotations
 from torch import nn
 
 from pt2mx.errors import MXError
-from pt2mx.pt2e.observe.observer import MXObserver
+from pt2mx.pt2e.observe.flags import Switched
 from pt2mx.pt2e.observe.torchao_pt2e import is_prepared
 
 
-def _observers(model: nn.Module) -> list[MXObserver]:
+def _observers(model: nn.Module) -> list[Switched]:
     modules = model.modules() if isinstance(model, nn.Module) else ()
-    observers = [module for module in modules if isinstance(module, MXObserver)]
+    observers = [module for module in modules if isinstance(module, Switched)]
     if not observers and not is_prepared(model):
         raise MXError("the model holds no MX observer: pass what prepare_pt2e or prepare_qat_pt2e returned")
     return observers

@@ -28,6 +28,7 @@ from pt2mx.fx.graph.tensors import (
     map_tensors,
     tensors_in_written_memory,
 )
+from pt2mx.fx.passes.accumulate import refuse_accumulators
 from pt2mx.fx.passes.fold_weights import fold_all_weights
 from pt2mx.fx.passes.fuse_qdq import cse_quantize, fuse_qdq, merge_fake_quantize
 from pt2mx.fx.passes.packed_operands import MATMULS, use_packed_embeddings
@@ -152,6 +153,7 @@ def _check_converted(model: GraphModule) -> None:
         raise MXError(f"the model writes to its buffer {min(written)!r}, which an ONNX file cannot: make it an input")
     if kind := unlike_converted(model, model.state_dict()):
         raise MXError(f"expected a converted model, not {kind}: pass what convert_pt2e returned, or an export of it")
+    refuse_accumulators(model, "ONNX files")
 
 
 def _check_dtypes(model: GraphModule, program: ExportedProgram) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
+from pt2mx.accumulator import Accumulator, parse_accumulator
 from pt2mx.errors import MXError, check_integer, nearest
 from pt2mx.ops.checks import check_ste
 from pt2mx.pt2e.observe.fake_quantize import MXFakeQuantize
@@ -65,6 +66,9 @@ class MXQuantizationConfig:
             its own format. The rounding may be stochastic: "mxfp8_e5m2(stochastic)".
         gradient_hadamard: values of both factors of such a product that a Hadamard matrix rotates together before they
             are quantized, a power of two; 1 for none.
+        accumulator: the register in which the products of matmuls, convolutions and attention are added, and the order
+            of the sums, in a spelling of `pt2mx.parse_accumulator` ("bfloat16{32}", "fixed(8,16)", "hopper"). None or
+            "float32": torch's own sums.
 
     Raises:
         MXError: for an unknown spelling or operand, an E8M0 scale of another width, or another observer; for a gradient
@@ -89,6 +93,7 @@ class MXQuantizationConfig:
     tensor_scale: str = "static"
     gradient: MXSpec | None = None
     gradient_hadamard: int = 1
+    accumulator: Accumulator | None = None
 
     if TYPE_CHECKING:  # `__post_init__` converts the arguments to the types of the fields
 
@@ -106,6 +111,7 @@ class MXQuantizationConfig:
             tensor_scale: str = "static",
             gradient: object = None,
             gradient_hadamard: int = 1,
+            accumulator: object = None,
         ) -> None: ...
 
     def __post_init__(self) -> None:
@@ -118,6 +124,7 @@ class MXQuantizationConfig:
         if self.value_blocks not in VALUE_BLOCKS:
             raise MXError(f"unknown value_blocks {self.value_blocks!r}: {nearest(self.value_blocks, VALUE_BLOCKS)}")
         check_tensor_scale(self.tensor_scale)
+        object.__setattr__(self, "accumulator", parse_accumulator(self.accumulator))
         object.__setattr__(self, "observer", _checked_observer(self.observer))
         self._check_gradient()
 
@@ -131,6 +138,11 @@ class MXQuantizationConfig:
         specs = (self.activation, self.weight, *dict(self.operands).values())
         if self.gradient is not None and not any(specs):
             raise MXError(f"gradient={str(self.gradient)!r} is of quantized operators: pass a weight or an activation")
+        if self.gradient is not None and self.accumulator is not None:
+            raise MXError(
+                f"gradient={str(self.gradient)!r} and accumulator={str(self.accumulator)!r}: the gradient of an "
+                "accumulated operator is that of torch's matmul; pass one of the two"
+            )
 
     def spec_of(self, operand: str, role: str) -> MXSpec | None:
         """Return the spec of an operand.
@@ -172,7 +184,8 @@ class MXQuantizationConfig:
             plain["observer"] = dict(self.observer) if isinstance(self.observer, tuple) else self.observer
         names = ("ste", "is_qat", "value_blocks", "tensor_scale", "gradient_hadamard")
         switches = {name: getattr(self, name) for name in names}
-        return plain | {name: value for name, value in switches.items() if value != _DEFAULTS[name]}
+        plain |= {name: value for name, value in switches.items() if value != _DEFAULTS[name]}
+        return plain if self.accumulator is None else {**plain, "accumulator": str(self.accumulator)}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, object]) -> MXQuantizationConfig:
@@ -285,6 +298,7 @@ def get_default_mx_quantization_config(
     tensor_scale: str = "static",
     gradient: object = None,
     gradient_hadamard: int = 1,
+    accumulator: object = None,
     **modes: object,
 ) -> MXQuantizationConfig:
     """Make a config for weights and activations (and gradients) with one block size and the same modes.
@@ -294,7 +308,8 @@ def get_default_mx_quantization_config(
         gradient: a format, or None; see `MXQuantizationConfig`.
         block_size: values that share a scale; None: the block size of the formats, 32 unless they name one
             (`"mxfp4{16}"`).
-        operands, ste, is_qat, observer, value_blocks, tensor_scale, gradient_hadamard: see `MXQuantizationConfig`.
+        operands, ste, is_qat, observer, value_blocks, tensor_scale, gradient_hadamard, accumulator: see
+            `MXQuantizationConfig`.
         modes: `scale_mode` and `rounding`, as `MXSpec` has them.
 
     Returns:
@@ -328,4 +343,5 @@ def get_default_mx_quantization_config(
         tensor_scale=tensor_scale,
         gradient=spec(gradient),
         gradient_hadamard=gradient_hadamard,
+        accumulator=accumulator,
     )

@@ -19,9 +19,7 @@ from pt2mx import ops
 from pt2mx.fx.graph.convolution import CONVOLUTIONS
 from pt2mx.fx.graph.node import args_of, called, node_arg, shape_of
 from pt2mx.fx.graph.qdq import quantize_of
-
-#: meta key of an operator's node: the config that a setting gave it
-CONFIG_KEY = "mx_config"
+from pt2mx.pt2e.observe.qspec import CONFIG_KEY
 
 
 @dataclass(frozen=True)
@@ -102,6 +100,11 @@ def reduced_axis(weight: Sequence[object], is_grouped: bool) -> int:
     if not is_grouped or len(weight) < 3 or weight[1] != 1:
         return 1
     return next((axis for axis in range(len(weight) - 1, 1, -1) if weight[axis] != 1), 1)
+
+
+def _convolution_accumulated(node: Node) -> tuple[Operand, ...]:
+    args = args_of(node)
+    return convolution_operands(len(args[3]), reduced_axis(shape_of(args[1]) or (), is_grouped=args[6] != 1))
 
 
 def _vecdot(node: Node) -> tuple[Operand, ...]:
@@ -225,6 +228,14 @@ OPERANDS: dict[str, Row] = {
     "aten.embedding_bag.padding_idx": ROWS,
 }
 
+#: the operators of a converted model whose config names an accumulator
+ACCUMULATED: dict[str, Row] = {
+    "pt2mx.linear_accumulated": _LINEAR,
+    "pt2mx.matmul_accumulated": (*_MATMUL, Operand("bias", 2, "bias", -1)),
+    "pt2mx.convolution_accumulated": _convolution_accumulated,
+    "pt2mx.attention_accumulated": _ATTENTION,
+}
+
 #: the write of a decoder to its cache, (B, heads, S, width); quantized only by `MXQuantizer.set_kv_cache`
 CACHE_WRITE = "aten.index_copy_"
 
@@ -263,15 +274,22 @@ def quantizable_operators(graph: Graph, requested: Set[str] | None = None) -> li
     opted = [name for name in OPT_IN if requested is None or not requested.isdisjoint(names_of(name))]
     targets = {node: called(node) for node in graph.nodes}
     names = {node: operator_name(target) for node, target in targets.items()}
-    quantizable = [n for n, name in names.items() if name in OPERANDS or name in opted]
-    return [n for n in quantizable if names[n] in OPERANDS or requested is not None or _is_quantized(n)]
+    always = {**OPERANDS, **ACCUMULATED}
+    quantizable = [n for n, name in names.items() if name in always or name in opted]
+    return [n for n in quantizable if names[n] in always or requested is not None or _is_quantized(n)]
 
 
 def operands_of(node: Node) -> tuple[Operand, ...]:
     """Return the operands of one call of a quantizable operator; none where the call is no matmul."""
     name = operator_name(called(node))
-    row = OPERANDS.get(name) or OPT_IN[name]
+    row = OPERANDS.get(name) or ACCUMULATED.get(name) or OPT_IN[name]
     return row(node) if callable(row) else row
+
+
+def reduces(node: Node) -> bool:
+    """Return True for a quantizable operator that adds products, and so has an accumulator."""
+    name = operator_name(called(node))
+    return name not in OPT_IN and OPERANDS.get(name) is not ROWS
 
 
 def fixed_operands(name: str) -> tuple[Operand, ...]:

@@ -15,10 +15,11 @@ A config maps roles to specs; `null` leaves operators in high precision. A spec 
 or a mapping of `MXSpec` fields (`{element: fp4_e2m1, block_size: 16}`). In a config, `operands` maps names of operands
 to specs, `ste` selects the gradient, `value_blocks` the block axis of an attention's values, and `tensor_scale` the
 scale of a whole activation. `gradient` is the spec of gradients in training, and `gradient_hadamard` the number of
-values that are rotated before. `first` and `last` map numbers of operators to configs, and `small_weights` maps numbers
-of values of a weight. `module_name_object_type_order` is a list of [module, type, index, config]. `algorithms` is how
-`pt2mx.optimize` rounds the weights: a preset, or a mapping from algorithms to their options (`{gptq: {damping: 0.1}}`).
-`kv_cache` is the spec of a decoder's cached keys and values.
+values that are rotated before. `accumulator` is the register in which products are added. `first` and `last` map
+numbers of operators to configs, and `small_weights` maps numbers of values of a weight.
+`module_name_object_type_order` is a list of [module, type, index, config]. `algorithms` is how `pt2mx.optimize`
+rounds the weights: a preset, or a mapping from algorithms to their options (`{gptq: {damping: 0.1}}`). `kv_cache` is
+the spec of a decoder's cached keys and values.
 
 The name of a format, such as `fp6_e3m2`, is a recipe too: weights and activations in that format.
 
@@ -59,7 +60,7 @@ _LONGEST = 1000
 _SPEC_FIELDS = ("element", "block_size", "scale_mode", "rounding", "scale_format", "block_rows")
 
 #: fields of a config that are choices
-_CHOICES = ("ste", "value_blocks", "tensor_scale", "gradient_hadamard")
+_CHOICES = ("ste", "value_blocks", "tensor_scale", "gradient_hadamard", "accumulator")
 
 #: the key of a setting: a name, a count or (module, type, index); None for the global one
 Key = str | int | tuple[str, str, int] | None

@@ -76,7 +76,9 @@ def _config() -> dict[str, Any]:
     choices = {"ste": STRAIGHT_THROUGH, "value_blocks": VALUE_BLOCKS, "tensor_scale": TENSOR_SCALES}
     words = {name: {"enum": list(allowed)} for name, allowed in choices.items()}
     sizes = [2**i for i in range(LARGEST_ROTATION.bit_length())]
-    properties = {**specs, "operands": operands, **words, "gradient_hadamard": {"enum": sizes}}
+    accumulator = {"type": "string", "examples": ["bfloat16", "float16{32,128}", "fixed(8,16)", "hopper"]}
+    others = {"gradient_hadamard": {"enum": sizes}, "accumulator": accumulator}
+    properties = {**specs, "operands": operands, **words, **others}
     return {"type": ["object", "null"], "additionalProperties": False, "properties": properties}
 
 

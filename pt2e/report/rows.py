@@ -21,6 +21,7 @@ from pt2mx.fx.graph.higher_order_ops import captured_operands, named_graph_modul
 from pt2mx.fx.graph.node import FakeQuantize, Quantize, called, model_of, name_of, node_arg, tensor_of
 from pt2mx.fx.graph.qdq import quantize_of, spec_of_dequantize
 from pt2mx.fx.graph.source_node import module_name, source_line
+from pt2mx.pt2e.flow.accumulators import accumulator_of
 from pt2mx.pt2e.flow.packed_weights import storage_note
 from pt2mx.pt2e.flow.sizes import ByteCounter, CapturedOperands, Counted, Source, sources_of, sources_of_codes
 from pt2mx.pt2e.flow.weights import constants_of, is_constant, weight_statistics
@@ -82,6 +83,9 @@ class OperatorReport:
         reason: the reason why it, or an operand, stays in high precision; None if nothing does.
         remark: a note for the user about its quantization.
         source: the line of the model's source that calls it, as `model.py:12`; "" where it is unknown.
+        accumulator: the register in which its products are added; None: torch's own sums.
+        sums_sqnr: the SQNR in dB of the register's sums against torch's, of values before they are quantized; None
+            without calibration.
     """
 
     name: str
@@ -91,6 +95,8 @@ class OperatorReport:
     reason: str | None
     remark: str | None = None
     source: str = ""
+    accumulator: str | None = None
+    sums_sqnr: float | None = None
 
     @property
     def label(self) -> str:
@@ -103,8 +109,12 @@ class OperatorReport:
 
     @property
     def notes(self) -> str:
-        """Return the reason, the remark, anomalies in the observed values, and operands larger than their format."""
-        return "; ".join(filter(None, [self.reason, self.remark, *map(_anomalies, self.operands)]))
+        """Return the reason, the remark, the accumulator, anomalies in the observed values, and operands larger than
+        their format."""
+        sums = f"sums in {self.accumulator}" if self.accumulator else None
+        if sums and self.sums_sqnr is not None:
+            sums += f": SQNR {self.sums_sqnr:.1f}"
+        return "; ".join(filter(None, [self.reason, self.remark, sums, *map(_anomalies, self.operands)]))
 
 
 def operator_reports(model: GraphModule, conversion: Conversion | None = None) -> Iterator[OperatorReport]:
@@ -138,6 +148,7 @@ def operator_reports(model: GraphModule, conversion: Conversion | None = None) -
                 reason=_reason(node, node in quantizable, path, any(operand.spec for operand in operands)),
                 remark=node.meta.get(REMARK_KEY),
                 source=source_line(node),
+                **accumulator_of(node),
             )
 
 

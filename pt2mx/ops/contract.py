@@ -10,6 +10,12 @@ import textwrap
 
 import torch
 
+from pt2mx.ops.accumulated import (
+    AttentionAccumulated,
+    ConvolutionAccumulated,
+    LinearAccumulated,
+    MatmulAccumulated,
+)
 from pt2mx.ops.activations import ActivationFakeQuantize, LayerNormFakeQuantize
 from pt2mx.ops.attention import AttentionBfloat16, AttentionMX, MatmulBfloat16
 from pt2mx.ops.cache import StoreMX
@@ -37,6 +43,7 @@ _CLASSES: tuple[type[Operator], ...] = (
     *(MatmulBfloat16, AttentionBfloat16),
     *(LinearFakeQuantize, Conv2dFakeQuantize),
     SwizzleScale,
+    *(MatmulAccumulated, LinearAccumulated, ConvolutionAccumulated, AttentionAccumulated),
 )
 #: name -> class, in the order of the document
 OPERATORS = {operator.name: operator for operator in _CLASSES}

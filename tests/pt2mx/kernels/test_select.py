@@ -13,7 +13,10 @@ from pt2mx.ops.operator import Operator
 from tests.kernel_calls import selected
 
 #: computed without a kernel
-NO_KERNELS = "tensor_scale_mx", "swizzle_scale"
+NO_KERNELS = (
+    *("tensor_scale_mx", "swizzle_scale"),
+    *("linear_accumulated", "convolution_accumulated", "attention_accumulated"),
+)
 
 
 class Subclass(torch.Tensor):

@@ -188,6 +188,16 @@ RECORDED = {
         f"{_REQUIRED}, ScalarType? out_dtype=None) -> Tensor",
     },
     "swizzle_scale": {1: "(Tensor scale) -> Tensor"},
+    "matmul_accumulated": {1: "(Tensor input, Tensor other, Tensor? bias, str accumulator) -> Tensor"},
+    "linear_accumulated": {1: "(Tensor input, Tensor weight, Tensor? bias, str accumulator) -> Tensor"},
+    "convolution_accumulated": {
+        1: "(Tensor input, Tensor weight, Tensor? bias, int[] stride, int[] padding, int[] dilation, int groups, "
+        "str accumulator) -> Tensor"
+    },
+    "attention_accumulated": {
+        1: "(Tensor query, Tensor key, Tensor value, Tensor? attn_mask, bool is_causal, float? scale, bool enable_gqa, "
+        "str accumulator) -> Tensor"
+    },
 }
 
 #: operators that exist while Inductor compiles; no program holds them

@@ -188,6 +188,15 @@ struct RecordedCall {
 // torch.
 constexpr int32_t kUnsupported = -1;
 
+// The matmul of x: (batch, m, k) and other: (batch, k, n), contiguous, with products that are added in a Register, to
+// out: (batch, m, n). integer_bits are of FIXED, fraction_bits of FIXED and HOPPER.
+struct AccumulatedCall {
+  int32_t kind, integer_bits, fraction_bits;
+  int64_t batch, m, n, k, group, promotion;
+  const float *x, *other;
+  float* out;
+};
+
 // Most rows of x for which kernels in fp32 vectors, which need no matrix instructions, are as fast as a dense matmul.
 constexpr int64_t kFewRows = 32;
 // Most rows of x for which they are faster than matrix instructions.
@@ -203,6 +212,7 @@ enum IntegerIsa { VPMADDUBSW = 1, VPDPBUSD = 2, TDPBSSD = 4, SDOT = 8 };
 
 enum Dtype { FP32, FP16, BF16, BYTE };
 enum TensorScale { NO_TENSOR_SCALE, FACTOR, DIVISOR };
+enum RegisterKind { FP32_REGISTER, BF16_REGISTER, FP16_REGISTER, FIXED, HOPPER };
 enum Operation { QUANTIZE, DEQUANTIZE, FAKE_QUANTIZE, CLIP_GRADIENT };
 
 extern "C" {
@@ -239,6 +249,7 @@ int32_t pt2mx_quantize_activation(const ActivationCall* call, ParallelFor parall
 int32_t pt2mx_quantize_activation_of(const ActivationCall* call, const void* x, void* out, ParallelFor parallel_for);
 int32_t pt2mx_hadamard(const HadamardCall* call, ParallelFor parallel_for);
 int32_t pt2mx_gptq_panel(const GptqPanelCall* call, ParallelFor parallel_for);
+int32_t pt2mx_accumulated_matmul(const AccumulatedCall* call, ParallelFor parallel_for);
 int32_t pt2mx_error_sums(const ErrorSumsCall* call, ParallelFor parallel_for);
 // Returns how many of the calls ran: less than n where a kernel returned an error or threw an exception.
 int64_t pt2mx_replay(const RecordedCall* calls, int64_t n);
