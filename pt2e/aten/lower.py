@@ -110,8 +110,7 @@ def lower_to_aten(
 
 
 def core_decompositions() -> dict[Any, Any]:
-    """Return torch's decompositions into core operators, with attention and batch norms in the memory order of the CPU's
-    kernels.
+    """Return torch's decompositions into core operators; attention and batch norms keep the CPU kernels' memory order.
 
     Torch's (2.13) give another order, of which a `view` fails, as in GPT-2 and PatchTST.
     """
@@ -167,9 +166,7 @@ def _batch_norm(
 
 
 #: `weights` -> decompositions of core operators, which compilers for such weights refuse (IREE 3.13)
-_OF_WEIGHTS: dict[str, dict[Any, Callable[..., Any]]] = {
-    "bytes": {_BATCH_NORM: _batch_norm}
-}
+_OF_WEIGHTS: dict[str, dict[Any, Callable[..., Any]]] = {"bytes": {_BATCH_NORM: _batch_norm}}
 
 
 def _without_assertions(program: ExportedProgram) -> ExportedProgram:
