@@ -37,9 +37,7 @@ inline double double_of(u64 bits) {
   return x;
 }
 
-inline double exponent_of(double x) {
-  return double(int32_t(bits_of(x) >> kFractionBits & 0x7FF) - kExponentBias);
-}
+inline double exponent_of(double x) { return double(int32_t(bits_of(x) >> kFractionBits & 0x7FF) - kExponentBias); }
 
 inline double power_of_two(double exponent) {
   return double_of(u64(int64_t(exponent) + kExponentBias) << kFractionBits);
