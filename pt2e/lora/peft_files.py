@@ -172,7 +172,7 @@ def _read(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         if not (folder / name).is_file():
             raise MXError(f"{str(folder)!r} has no {name}: give a folder that save_lora or peft wrote")
     with user_errors(f"read {str(folder)!r}"):
-        config = json.loads((folder / CONFIG).read_text())
+        config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         stored = import_extra("safetensors.torch", "hf").load_file(folder / WEIGHTS)
     for key, allowed in _READ.items():
         if key in config and config[key] not in allowed:
