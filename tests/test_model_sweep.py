@@ -46,6 +46,12 @@ def test_lowers_to_core_aten(name):
     run(name, (*NEEDED, "core_aten"))
 
 
+@pytest.mark.slow_except("BertForSequenceClassification")
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_scaled_matmuls_agree(name):
+    run(name, (*NEEDED, "scaled_mm"))
+
+
 @pytest.mark.slow  # MiniLM is compiled by default, in test_real_models.py
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_compiled_agrees(name, compiler):

@@ -12,11 +12,12 @@ import pt2mx
 from pt2mx.pt2e.aten.lower import core_decompositions
 from pt2mx.pt2e.models.float_models import Batch, call
 from tests.flow import reloaded, saved_bytes, unused_bytes
+from tests.scaled_mm import ScaledMM
 from tests.sweep.architecture import Architecture
 from tests.sweep.matmul_like import silent
 
-#: least cosine between the outputs of the compiled and of the eager converted model: another order of sums may move an
-#: activation across a rounding boundary, and each layer adds to that
+#: least cosine of a compiled model, or one of scaled matmuls, to the eager converted one: another order of sums may
+#: move an activation across a rounding boundary, and each layer adds to that
 LEAST_COSINE = 0.99
 
 #: methods of `Flow`, in the order in which they are called
@@ -84,6 +85,13 @@ class Flow:
         assert_same(self._run(pt2mx.lower_to_aten(program, core=False).module()), self.quantized)
         decomposed = self._run(program.run_decompositions(core_decompositions()).module())
         assert_same(self._run(pt2mx.lower_to_aten(program).module()), decomposed)
+
+    def scaled_mm(self) -> None:
+        """With scaled matmuls, which a reference computes, the program agrees with the converted model."""
+        program = _export(self.converted, self.batch)
+        with ScaledMM():
+            cosine = least_cosine(self._run(pt2mx.lower_to_aten(program, matmul="scaled_mm").module()), self.quantized)
+        assert cosine > LEAST_COSINE, f"cosine {cosine} of scaled matmuls to eager"
 
     def compile(self) -> None:
         torch._dynamo.reset()
