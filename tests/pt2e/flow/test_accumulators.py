@@ -29,7 +29,7 @@ class Net(nn.Module):
         return (x @ x.mT).softmax(-1) @ x
 
 
-NET = (torch.randn(2, 3, 6, 6),)
+NET = (torch.randn(2, 3, 6, 6, generator=torch.Generator().manual_seed(0)),)
 #: operators of `Net` with an accumulator
 CALLS = {"convolution": 2, "linear": 1, "matmul": 3, "attention": 1}
 
@@ -68,7 +68,9 @@ def test_converted_equals_prepared(net, accumulator, qat):
     assert torch.equal(converted(*NET), want)
     without = pt2mx.convert_pt2e(pt2mx.prepare_pt2e(exported(net.eval(), *NET), quantizer("float32")))
     assert calls(without) == dict.fromkeys(CALLS, 0)
-    assert not torch.equal(without(*NET), want) and torch.allclose(without(*NET), want, atol=0.2)
+    torch.testing.assert_close(without(*NET), want, rtol=0, atol=0.2)
+    if accumulator != "hopper":  # whose 13 bits can leave all codes of so small a net as they are
+        assert not torch.equal(without(*NET), want)
 
 
 def test_calibration_computes_in_high_precision(net):
