@@ -39,6 +39,8 @@ from pt2mx.pt2e.models.gguf_model import gguf_in
 from pt2mx.pt2e.models.pretrained import checkpoint_values, load_language_model
 from pt2mx.pt2e.models.processors import FeatureExtractor
 from pt2mx.pt2e.models.tokenizers import load_processor, load_tokenizer
+from pt2mx.pt2e.optimize.schedule import Schedule
+from pt2mx.pt2e.optimize.training_checkpoint import check_folder
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.report.report import QuantizationReport, quantization_report
 
@@ -77,8 +79,7 @@ def quantize_to_folder(options: argparse.Namespace, quantizer: MXQuantizer) -> R
     _check_quantize(options)
     text = None if options.distill is None else read_text(options.distill)
     contexts: list[AbstractContextManager[None]] = [nullcontext()]
-    given = {name.removeprefix("distill_"): getattr(options, name) for name in TRAINING}
-    training = {name: value for name, value in given.items() if value is not None}
+    training = _training(options)
     if text is None:
         contexts = ranks.rank_contexts(options.tensor_parallel)
     else:  # all ranks train one model
@@ -170,6 +171,15 @@ def _check_quantize(options: argparse.Namespace) -> None:
         raise MXError(f"{option_of(given[0])} says how --distill trains: give --distill a text")
     if options.distill is not None and options.tensor_parallel != 1:
         raise MXError("--distill trains a whole model: leave --tensor-parallel out")
+
+
+def _training(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of `pt2mx.distill` that are given, checked before the model loads."""
+    given = {name.removeprefix("distill_"): getattr(options, name) for name in TRAINING}
+    training = {name: value for name, value in given.items() if value is not None}
+    Schedule(**{name: value for name, value in training.items() if name not in ("recompute", "checkpoint")})
+    check_folder(training.get("checkpoint"))
+    return training
 
 
 def _check_layers(model: PreTrainedModel, destinations: Sequence[str]) -> None:

@@ -70,12 +70,12 @@ def distill(
         warmup: steps in which the rate rises to `lr`.
         accumulate: batches of a step, on each rank; the gradient is the mean over all.
         evaluations: how often an epoch evaluates the held-out batches.
-        recompute: compute the activations of each repeated module again for the gradient ("activation checkpointing"):
-            less memory, about a third more time.
+        recompute: compute the activations of each repeated module again for the gradient ("activation checkpointing"),
+            which takes less memory and more time.
         compile: call the models by torch.compile; sums are in another order then.
         group: ranks that train together, such as `torch.distributed.group.WORLD` under torchrun. Each has a part of the
-            parameters of both models (FSDP2) and takes every so-manieth batch; all give the same batches. Buffers that
-            the model writes are those of the first rank.
+            parameters of both models (FSDP2), and a step takes `accumulate` batches on each; all ranks give the same
+            list of batches. Buffers that the model writes are those of the first rank.
         checkpoint: a folder, which each evaluation writes by torch.distributed.checkpoint. A call with the same
             arguments goes on from there: with as many ranks to the bit, with others up to the order of sums.
         seed: seed for the choice of held-out batches, the order of the others, and dropout.

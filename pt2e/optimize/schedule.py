@@ -30,13 +30,13 @@ class Schedule:
         seed: of the choice of held-out batches, the order of the others, and dropout.
     """
 
-    epochs: int
-    lr: float
-    decay: str
-    warmup: int
-    accumulate: int
-    evaluations: int
-    seed: int
+    epochs: int = 1
+    lr: float = 2e-4
+    decay: str = "linear"
+    warmup: int = 0
+    accumulate: int = 1
+    evaluations: int = 4
+    seed: int = 0
 
     def __post_init__(self) -> None:
         if self.epochs < 1 or not 0 < self.lr < math.inf:

@@ -23,6 +23,12 @@ if TYPE_CHECKING:
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
+def check_folder(folder: str | Path | None) -> None:
+    """Raise an MXError for a path that is no folder and cannot become one."""
+    if folder is not None and Path(folder).exists() and not Path(folder).is_dir():
+        raise MXError(f"checkpoint {str(folder)!r} is a file: name a folder, which may be missing")
+
+
 class Checkpoint:
     """The newest state of a training in a folder.
 
@@ -35,6 +41,7 @@ class Checkpoint:
     """
 
     def __init__(self, folder: str | Path, settings: Mapping[str, object], group: dist.ProcessGroup | None) -> None:
+        check_folder(folder)
         self._folder, self._settings = Path(folder), str(dict(settings))
         self._ranks: dict[str, Any] = {"process_group": group, "no_dist": group is None}
 

@@ -177,6 +177,14 @@ def test_perplexity_of_a_checkpoint_in_a_narrower_dtype(place, run):
             "--distill-lr says how --distill trains: give",
         ),
         (
+            (*QUANTIZE, "hf:llama", "--output", "o", "--distill", "text.txt", "--distill-epochs", "0"),
+            "epochs=0 must be at least 1",
+        ),
+        (
+            (*QUANTIZE, "hf:llama", "--output", "o", "--distill", "text.txt", "--distill-checkpoint", "text.txt"),
+            "checkpoint 'text.txt' is a file: name a folder",
+        ),
+        (
             (*QUANTIZE, "hf:llama", "--output", "o", "--distill", "text.txt", "--tensor-parallel", "2"),
             "--distill trains a whole model",
         ),

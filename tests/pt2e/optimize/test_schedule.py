@@ -3,8 +3,6 @@ import pytest
 from pt2mx import MXError
 from pt2mx.pt2e.optimize.schedule import Schedule
 
-STANDARD = {"epochs": 1, "lr": 1.0, "decay": "linear", "warmup": 0, "accumulate": 1, "evaluations": 4, "seed": 0}
-
 
 @pytest.mark.parametrize(
     ("decay", "warmup", "rates"),
@@ -16,7 +14,7 @@ STANDARD = {"epochs": 1, "lr": 1.0, "decay": "linear", "warmup": 0, "accumulate"
     ],
 )
 def test_rates(decay, warmup, rates):
-    schedule = Schedule(**STANDARD | {"decay": decay, "warmup": warmup})
+    schedule = Schedule(lr=1.0, decay=decay, warmup=warmup)
     assert [schedule.rate(step, 4) for step in range(4)] == pytest.approx(rates)
 
 
@@ -31,4 +29,4 @@ def test_rates(decay, warmup, rates):
 )
 def test_bad_settings(name, value, message):
     with pytest.raises(MXError, match=message):
-        Schedule(**STANDARD | {name: value})
+        Schedule(**{name: value})

@@ -76,6 +76,13 @@ def test_other_settings_are_refused(tmp_path):
         trained(tmp_path, decay="cosine")
 
 
+def test_a_file_is_refused(tmp_path):
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(MXError, match="file' is a file: name a folder"):
+        trained(file)
+
+
 def test_another_model_is_refused(tmp_path):
     trained(tmp_path)
     exported = torch.export.export(nn.Linear(32, 32), (torch.ones(2, 32),)).module()

@@ -43,7 +43,7 @@ def hopper(x, other, bits, group, promotion):
 
 @pytest.mark.parametrize("text", ["hopper", "hopper(14)", "hopper{32,row}", "hopper(5){8,24}"])
 @pytest.mark.parametrize("spec", ["mxfp8", "mxfp8_e5m2", "mxfp4"])
-def test_hopper_is_what_was_found_on_the_hardware(text, spec):
+def test_hopper_is_the_published_model_of_the_hardware(text, spec):
     generator = torch.Generator().manual_seed(1)
     x, other = (pt2mx.fake_quantize_mx(torch.randn(n, 150, generator=generator), spec) for n in (4, 5))
     a = pt2mx.parse_accumulator(text)
