@@ -100,7 +100,10 @@ KERNELS: dict[str, dict[str, Kernel]] = {
         "cuda": Kernel("gpu.attention:attend", any_scales=True),
     },
     "store_mx": {"cpu": Kernel("cpu.cache:store")},
-    "matmul_accumulated": {"cpu": Kernel("cpu.accumulated_matmul:matmul")},
+    "matmul_accumulated": {
+        "cpu": Kernel("cpu.accumulated_matmul:matmul"),
+        "cuda": Kernel("gpu.accumulated_matmul:matmul"),
+    },
     "scaled_mm_mx": {"cuda": Kernel("gpu.scaled_mm:matmul")},
     "quantize_fp8_rows": {"cuda": Kernel("gpu.fp8_rowwise:quantize")},
     "layer_norm_fp8_rows": {"cuda": Kernel("gpu.fp8_rowwise:layer_norm_quantize")},

@@ -1,9 +1,12 @@
-"""The time of a training step with quantized gradients over that of plain quantization-aware training.
+"""The time of a training step with quantized gradients, or with an accumulator, over that of plain
+quantization-aware training.
 
     OMP_NUM_THREADS=1 python -m tests.benchmarks.gradients [--tokens 512] [--width 512] [--repeats 5] [--compile]
+        [--device cuda] [--rows plain "hopper{32,128}" ...]
 
 Forward and backward pass of a gated MLP and fused attention of `--width` features, weights and activations in MXFP8.
-The steps take turns, and their times are those of the processor, which other processes change less than the clock's.
+The steps take turns. On a CPU their times are those of the processor, which other processes change less than the
+clock's.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import pt2mx
-from tests.benchmarks.measure import Row, hardware, keep_heap, medians_in_turns, print_table
+from tests.benchmarks.measure import Row, keep_heap, medians_in_turns, report
 
 #: row -> fields of the config, beside the formats of weights and activations; None: the float model
 STEPS: dict[str, dict[str, object] | None] = {
@@ -26,6 +29,7 @@ STEPS: dict[str, dict[str, object] | None] = {
     "mxfp8_e5m2": {"gradient": "mxfp8_e5m2"},
     "mxfp4(stochastic)": {"gradient": "mxfp4(stochastic)"},
     "mxfp8_e5m2, hadamard 32": {"gradient": "mxfp8_e5m2", "gradient_hadamard": 32},
+    **{text: {"accumulator": text} for text in ("bfloat16{32,row}", "fixed(8,16){32,row}", "hopper{32,128}")},
 }
 
 
@@ -46,17 +50,17 @@ class Layer(nn.Module):
         return x + self.down(functional.silu(self.gate(x)) * self.up(x))
 
 
-def measured(tokens: int, width: int, repeats: int, compiles: bool) -> list[Row]:
-    """Return a row for each of `STEPS`."""
+def measured(options: argparse.Namespace) -> list[Row]:
+    """Return a row for each of `--rows`."""
     torch.manual_seed(0)
-    x = torch.randn(4, tokens // 4, width)
-    exported = torch.export.export(Layer(width), (x,)).module()
-    medians = medians_in_turns(
-        [_step(exported, x, how, compiles) for how in STEPS.values()], repeats, clock=time.process_time
-    )
-    plain = medians[list(STEPS).index("plain")]
-    times = zip(STEPS, medians, strict=True)
-    return [{"gradient": name, "ms": 1e3 * seconds, "over plain": seconds / plain} for name, seconds in times]
+    x = torch.randn(4, options.tokens // 4, options.width, device=options.device)
+    exported = torch.export.export(Layer(options.width).to(options.device), (x,)).module()
+    steps = [_step(exported, x, STEPS[name], options.compile) for name in options.rows]
+    clock = time.process_time if options.device == "cpu" else time.perf_counter
+    medians = medians_in_turns(steps, options.repeats, clock=clock)
+    plain = medians[options.rows.index("plain")]
+    times = zip(options.rows, medians, strict=True)
+    return [{"config": name, "ms": 1e3 * seconds, "over plain": seconds / plain} for name, seconds in times]
 
 
 def _step(exported: nn.Module, x: Tensor, how: dict[str, object] | None, compiles: bool) -> Callable[[], None]:
@@ -65,7 +69,13 @@ def _step(exported: nn.Module, x: Tensor, how: dict[str, object] | None, compile
         config = pt2mx.MXQuantizationConfig("mxfp8", "mxfp8", **how)
         model = pt2mx.prepare_qat_pt2e(exported, pt2mx.MXQuantizer().set_global(config))
     call = torch.compile(model) if compiles else model
-    return lambda: call(x).square().mean().backward()
+
+    def step() -> None:
+        call(x).square().mean().backward()
+        if x.is_cuda:
+            torch.cuda.synchronize()
+
+    return step
 
 
 def main() -> None:
@@ -75,10 +85,9 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--compile", action="store_true")
-    options = parser.parse_args()
-    rows = measured(options.tokens, options.width, options.repeats, options.compile)
-    print_table(rows, tuple(rows[0]))
-    print(hardware())
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--rows", nargs="+", choices=STEPS, default=list(STEPS), metavar="ROW", help="with `plain`")
+    report(measured(parser.parse_args()))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,16 @@
-"""The definition of accumulated matmuls, against sums of exact fractions one by one, and by hand."""
+"""The definition of accumulated matmuls, against exact fractions, by hand, and against results of a GPU.
+
+`hopper.npz` holds FP8 matmuls of an NVIDIA H200, `torch._scaled_mm` of torch 2.11, 2026-11-30: x and other, (8, K)
+bytes each, and the float32 results with `use_fast_accum` (`fast`) and without (`promoted`). `normal`: a normal
+distribution. `wide`: its values times 2**-8 to 2**7. `any`: all finite bytes. `subnormal`: of a standard deviation of
+2**-7.
+"""
 
 import math
 from fractions import Fraction
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,18 +28,21 @@ def cut(value, unit):
     return math.trunc(value / unit) * unit
 
 
-def exponent(value):
-    return math.frexp(float(value))[1] - 1
+def exponent(value, least=-math.inf):
+    return max(math.frexp(float(value))[1] - 1, least)
 
 
-def hopper(x, other, bits, group, promotion):
-    """Return what the tensor cores of Hopper give for a row and a column, as MMA-Sim describes them."""
+def hopper(x, other, bits, group, promotion, least=(-math.inf, -math.inf)):
+    """Return what the tensor cores of Hopper give for a row and a column, as MMA-Sim describes them. `least`: the
+    exponents of the smallest normal values of both formats."""
     total = torch.zeros(())
     for start in range(0, len(x), min(promotion, len(x))):
         register = Fraction(0)
         for first in range(start, min(start + promotion, len(x)), group):
             pairs = [(a, b) for a, b in zip(x[first : first + group], other[first : first + group], strict=True)]
-            terms = [(Fraction(a) * Fraction(b), exponent(a) + exponent(b)) for a, b in pairs if a and b]
+            terms = [
+                (Fraction(a) * Fraction(b), exponent(a, least[0]) + exponent(b, least[1])) for a, b in pairs if a and b
+            ]
             terms += [(register, exponent(register))] if register else []
             if terms:
                 unit = Fraction(2) ** (max(e for _, e in terms) - bits)
@@ -49,6 +60,40 @@ def test_hopper_is_the_published_model_of_the_hardware(text, spec):
     a = pt2mx.parse_accumulator(text)
     want = [[hopper(row, column, *a.numbers, a.group, a.promotion) for column in other.tolist()] for row in x.tolist()]
     assert matmul(x, other.mT, a).tolist() == want
+
+
+RECORDED = np.load(Path(__file__).with_name("hopper.npz"))
+CASES = sorted({name.rpartition(".")[0] for name in RECORDED.files})
+#: recorded result -> the order of its sums
+ORDERS = {"fast": "hopper{32,row}", "promoted": "hopper{32,128}"}
+SMALLEST_NORMAL = {"e4m3": -6, "e5m2": -14}
+
+
+def recorded(case):
+    """Return x and other, (8, K) float32."""
+    dtypes = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+    x, other = (torch.from_numpy(RECORDED[f"{case}.{name}"]) for name in ("x", "other"))
+    return x.view(dtypes[case.split(".")[1]]).float(), other.view(torch.float8_e4m3fn).float()
+
+
+@pytest.mark.parametrize("result", ORDERS)
+@pytest.mark.parametrize("case", CASES)
+def test_a_gpu_gave_these_values(case, result):
+    x, other = recorded(case)
+    equal = matmul(x, other.mT, pt2mx.parse_accumulator(ORDERS[result])).numpy() == RECORDED[f"{case}.{result}"]
+    # one value of 64 is cut at another bit, where subnormal values of E5M2 have the largest exponent
+    assert equal.sum() >= (63 if case == "subnormal.e5m2.128" else 64)
+
+
+@pytest.mark.parametrize("result", ORDERS)
+@pytest.mark.parametrize("case", [case for case in CASES if not case.endswith(".512")])
+def test_a_gpu_aligns_subnormals_like_the_smallest_normal(case, result):
+    x, other = recorded(case)
+    accumulator = pt2mx.parse_accumulator(ORDERS[result])
+    rest = (*accumulator.numbers, accumulator.group, accumulator.promotion)
+    least = SMALLEST_NORMAL[case.split(".")[1]], SMALLEST_NORMAL["e4m3"]
+    want = [[hopper(row, column, *rest, least) for column in other.tolist()] for row in x.tolist()]
+    assert want == RECORDED[f"{case}.{result}"].tolist()
 
 
 @pytest.mark.parametrize(

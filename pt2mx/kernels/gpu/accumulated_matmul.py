@@ -1,0 +1,47 @@
+"""Matmuls whose products are added in a register of limited precision, in Triton."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+from torch import Tensor
+
+from pt2mx.accumulator import Accumulator
+from pt2mx.kernels.gpu.accumulated_matmul_kernel import Matrices, Register, accumulated_matmul_kernel
+
+if TYPE_CHECKING:
+    from pt2mx.ops.accumulated import MatmulAccumulated
+
+__all__ = ["matmul"]
+
+#: rows and columns of a program's tile, and its warps
+_ROWS, _COLUMNS, _WARPS = 64, 64, 8
+#: most matrices of a launch
+_MOST_MATRICES = 65535
+
+
+def matmul(call: MatmulAccumulated[Tensor], accumulator: Accumulator) -> Tensor | None:
+    """x: (*batch, M, K), other: (*batch, K, N) -> (*batch, M, N) float32; None: too many matrices for a launch."""
+    x, other, k = call.x, call.other, call.x.shape[-1]
+    out = x.new_zeros(call.result_shape, dtype=torch.float32)
+    if not out.numel() or not k:
+        return out
+    if other.dim() == 2:  # all rows are those of one batch
+        x = x.reshape(-1, k)
+    else:
+        x, other = (tensor.expand(*out.shape[:-2], *tensor.shape[-2:]) for tensor in (x, other))
+    x, other = (tensor.reshape(-1, *tensor.shape[-2:]) for tensor in (x, other))
+    batch, m, n = len(x), x.shape[1], other.shape[2]
+    if batch > _MOST_MATRICES or triton.cdiv(n, _COLUMNS) > _MOST_MATRICES:
+        return None
+    integer, fraction = ((0, 0) + accumulator.numbers)[-2:]
+    register = Register(accumulator.kind, integer, fraction, _ROWS, _COLUMNS)
+    sizes = m, n, k, min(accumulator.group, k), min(accumulator.promotion, k)
+    grid = triton.cdiv(m, _ROWS), triton.cdiv(n, _COLUMNS), batch
+    with torch.cuda.device_of(x):
+        accumulated_matmul_kernel[grid](
+            Matrices(x, *x.stride()), Matrices(other, *other.stride()), out, sizes, register, num_warps=_WARPS
+        )
+    return out

@@ -1,0 +1,164 @@
+"""Quantization-aware distillation of SmolLM2: its divergence after training over the best without, and what it costs.
+
+    python -m tests.benchmarks.distillation [--model smollm2-continued] [--formats W4A8 W4A4] [--windows 8192]
+        [--batch 8] [--accumulate 1] [--rate 4e-4] [--compile] [--layers 2] [--device cuda]
+    torchrun --nproc-per-node 2 -m tests.benchmarks.distillation --device cuda --batch 16
+    python -m tests.benchmarks.distillation --costs [--compile] [--device cuda]
+
+`without` is the KL divergence in nats, on the test text of `peers/`, of the best result without training: `balanced`
+with `GPTQ(correction=0.25)`. `trained` is that of the same model after `distill` on docstrings of other packages, and
+`difference` what training changes, window by window, with its 95% interval. Both hold as many bytes. Under torchrun
+all ranks train together.
+
+`--costs` times a training step: of the quantized student, and of a float student, with the same teacher and optimizer.
+The two take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+import pt2mx
+from pt2mx.fx.graph.tensors import move_to_device
+from pt2mx.pt2e.optimize.losses import kl_divergence
+from tests.benchmarks import continued
+from tests.benchmarks.accuracy import texts
+from tests.benchmarks.accuracy.case import ALGORITHMS
+from tests.benchmarks.measure import Row, medians_in_turns, report, timed
+from tests.benchmarks.peers.figures import difference_text, mean, mean_text
+from tests.benchmarks.peers.models import MODELS, Model
+
+WINDOW = 256
+WITHOUT = "balanced, corrected"
+#: the steps until the highest rate is reached
+WARM_UP = 20
+
+
+class Subject:
+    """A model on a device: exported, with the inputs of `peers/` and text to train on."""
+
+    def __init__(self, name: str, windows: int, layers: int | None, device: str) -> None:
+        self.model: Model = MODELS[name]
+        net, tokenizer = self.model.load(layers)
+        seen, _, test = self.model.inputs(tokenizer)
+        shapes = ({0: torch.export.Dim("batch", max=1024)},)
+        exported = torch.export.export(self.model.wrap(net), (seen[:2],), dynamic_shapes=shapes).module()
+        self.exported = move_to_device(exported, torch.device(device)).requires_grad_()
+        self.seen, self.test = seen.to(device), test.to(device).split(1)
+        lessons = texts.package_blocks(tokenizer, continued.PACKAGES, windows, WINDOW, read=texts.long_docstrings)
+        self.lessons = lessons[torch.randperm(windows, generator=torch.Generator().manual_seed(0))].to(device)
+
+    def optimized(self, name: str) -> tuple[pt2mx.MXQuantizer, GraphModule]:
+        """Return the quantizer of a format, and the best model without training."""
+        quantizer = self.model.quantizer(name, "even")
+        batches = [(batch,) for batch in self.seen.split(self.model.at_once)]
+        return quantizer, pt2mx.optimize(self.exported, quantizer, batches, algorithms=ALGORITHMS[WITHOUT])
+
+    @torch.no_grad()
+    def divergences(self, model: GraphModule) -> list[float]:
+        """Return the KL divergence of a converted model for each window of the test."""
+        outputs, references = (map(call, self.test) for call in (model, self.exported))
+        return self.model.metric.scores(outputs, self.test, references)[self.model.metric.loss]
+
+
+def trained(subject: Subject, options: argparse.Namespace, group: dist.ProcessGroup | None) -> Iterator[Row]:
+    """Yield a row for each format."""
+    for name in options.formats:
+        start = time.perf_counter()
+        quantizer, optimized = subject.optimized(name)
+        before = time.perf_counter() - start
+        without = subject.divergences(pt2mx.convert_pt2e(pt2mx.prepare_pt2e(optimized, quantizer)))
+        prepared = pt2mx.prepare_qat_pt2e(optimized, quantizer)
+        batches = [(batch,) for batch in subject.lessons.split(options.batch)]
+        train = partial(
+            *(pt2mx.distill, prepared, subject.exported, batches, "kl_div"),
+            lr=options.rate,
+            decay="cosine",
+            warmup=min(WARM_UP, len(batches) // 4),
+            accumulate=options.accumulate,
+            compile=options.compile,
+            group=group,
+            progress=True,
+        )
+        seconds = timed(train)
+        after = subject.divergences(pt2mx.convert_pt2e(prepared))
+        yield {
+            "format": name,
+            "without": mean_text(without),
+            "trained": mean_text(after),
+            "ratio": mean(after) / mean(without),
+            "difference": difference_text(after, without),
+            "seconds without": before,
+            "seconds": seconds,
+            "tokens/s": subject.lessons.numel() / seconds,
+        }
+
+
+def costs(subject: Subject, options: argparse.Namespace) -> Iterator[Row]:
+    """Yield a row for each format: the seconds of a step."""
+    for name in options.formats:
+        quantizer = subject.model.quantizer(name, "even")
+        students = [pt2mx.prepare_qat_pt2e(subject.exported, quantizer), copy.deepcopy(subject.exported)]
+        tokens = subject.lessons[: options.batch]
+        steps = [_step(student, subject.exported, tokens, options.compile) for student in students]
+        quantized, plain = medians_in_turns(steps, options.repeats)
+        yield {"format": name, "ms": 1e3 * quantized, "float, ms": 1e3 * plain, "ratio": quantized / plain}
+
+
+def _step(student: nn.Module, teacher: nn.Module, tokens: Tensor, compiles: bool) -> Callable[[], None]:
+    optimizer = torch.optim.Adam(student.parameters(), 1e-9)
+    call, reference = (torch.compile(model) if compiles else model for model in (student, teacher))
+
+    def step() -> None:
+        with torch.no_grad():
+            wanted = reference(tokens)
+        kl_divergence(call(tokens), wanted).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if tokens.is_cuda:
+            torch.cuda.synchronize()
+
+    return step
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=[name for name in MODELS if name.startswith("smollm2")], default="smollm2")
+    parser.add_argument("--formats", nargs="+", default=["W4A8", "W4A4"])
+    parser.add_argument("--windows", type=int, default=8192, help="of 256 tokens, to train on")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--rate", type=float, default=4e-4)
+    parser.add_argument("--layers", type=int, help="keep the first N layers")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--costs", action="store_true")
+    parser.add_argument("--repeats", type=int, default=10)
+    options = parser.parse_args()
+    torch.set_float32_matmul_precision("high")  # TF32 holds the values of these formats
+    group = None
+    if "RANK" in os.environ:
+        if options.device == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group()
+        group = dist.group.WORLD
+    subject = Subject(options.model, options.windows, options.layers, options.device)
+    rows = list(costs(subject, options) if options.costs else trained(subject, options, group))
+    if group is None or group.rank() == 0:
+        report(rows)
+    if group is not None:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
