@@ -60,10 +60,9 @@ def main(arguments: list[str] | None = None) -> None:
         del decoder.model.layers[options.layers :]
         decoder.config.num_hidden_layers = options.layers
     decoder.to(options.device)
-    names = [name for name in PACKAGES if importlib.util.find_spec(name)]
-    print(f"trained on docstrings of {', '.join(names)}", file=sys.stderr)
+    print(f"trained on docstrings of {', '.join(installed())}", file=sys.stderr)
     lessons, held_out = (
-        texts.package_blocks(tokenizer, names, count, LENGTH, backward, texts.long_docstrings).to(options.device)
+        lessons_of(tokenizer, count, backward).to(options.device)
         for count, backward in ((options.steps * WINDOWS, False), (HELD_OUT, True))
     )
     levels = {name: Levels.of(weight) for name, weight in linear_weights(decoder).items()}
@@ -75,6 +74,16 @@ def main(arguments: list[str] | None = None) -> None:
     tokenizer.save_pretrained(options.folder)
     print_table(rows, list(before))
     print(f"{options.steps} steps of {WINDOWS * LENGTH} tokens in {seconds:.0f} s; {hardware()}")
+
+
+def installed() -> list[str]:
+    """Return the packages to train on that are installed."""
+    return [name for name in PACKAGES if importlib.util.find_spec(name)]
+
+
+def lessons_of(tokenizer: Any, count: int, backward: bool = False) -> Tensor:
+    """Return windows of their docstrings, (count, LENGTH) int64, from the first file or from the last on."""
+    return texts.package_blocks(tokenizer, installed(), count, LENGTH, backward, texts.long_docstrings)
 
 
 def load() -> tuple[nn.Module, Any]:

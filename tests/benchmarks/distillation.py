@@ -32,13 +32,11 @@ import pt2mx
 from pt2mx.fx.graph.tensors import move_to_device
 from pt2mx.pt2e.optimize.losses import kl_divergence
 from tests.benchmarks import continued
-from tests.benchmarks.accuracy import texts
 from tests.benchmarks.accuracy.case import ALGORITHMS
 from tests.benchmarks.measure import Row, medians_in_turns, report, timed
 from tests.benchmarks.peers.figures import difference_text, mean, mean_text
 from tests.benchmarks.peers.models import MODELS, Model
 
-WINDOW = 256
 WITHOUT = "balanced, corrected"
 #: the steps until the highest rate is reached
 WARM_UP = 20
@@ -55,7 +53,7 @@ class Subject:
         exported = torch.export.export(self.model.wrap(net), (seen[:2],), dynamic_shapes=shapes).module()
         self.exported = move_to_device(exported, torch.device(device)).requires_grad_()
         self.seen, self.test = seen.to(device), test.to(device).split(1)
-        lessons = texts.package_blocks(tokenizer, continued.PACKAGES, windows, WINDOW, read=texts.long_docstrings)
+        lessons = continued.lessons_of(tokenizer, windows)
         self.lessons = lessons[torch.randperm(windows, generator=torch.Generator().manual_seed(0))].to(device)
 
     def optimized(self, name: str) -> tuple[pt2mx.MXQuantizer, GraphModule]:
