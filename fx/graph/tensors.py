@@ -223,6 +223,7 @@ def move_to_device(model: GraphModule, device: torch.device) -> GraphModule:
     This changes parameters and buffers, `val` meta, and the device arguments of factories, casts, assertions and
     autocast. Tensors already on the device are shared. Changes `model` and returns it.
     """
+    device = torch.empty(0, device=device).device  # with its index, which assertions of compiled code compare
 
     def moved(value: Any) -> Any:
         if isinstance(value, Tensor):

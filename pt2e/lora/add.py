@@ -14,7 +14,7 @@ from pt2mx.fx.graph.constants import constant_nodes, mark_constants
 from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.node import Dequantize, LinearMX, write_out_arguments
 from pt2mx.fx.graph.qdq import quantize_of, unlike_converted
-from pt2mx.fx.graph.tensors import copy_sharing_tensors, map_tensors
+from pt2mx.fx.graph.tensors import copy_sharing_tensors, map_tensors, move_to_device
 from pt2mx.fx.passes.packed_operands import GATHERS
 from pt2mx.fx.training.packed_operands import use_packed_operators
 from pt2mx.pt2e.flow.packed_weights import converted_graph
@@ -79,6 +79,9 @@ def trainable_graph(model: GraphModule | ExportedProgram) -> GraphModule:
     graph = copy_sharing_tensors(converted_graph(model))
     if kind := unlike_converted(graph, graph.state_dict()):
         raise MXError(f"expected a converted model, not {kind}: pass what convert_pt2e returned")
+    devices = {tensor.device for tensor in graph.state_dict().values()}
+    if len(devices) == 1:  # where model.to() has put it; the graph itself still names that of the export
+        move_to_device(graph, devices.pop())
     map_tensors(graph, Tensor.detach)
     if not adapters_of(graph):
         if any(LinearMX.calls_in(graph.graph)):

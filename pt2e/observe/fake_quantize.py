@@ -44,6 +44,12 @@ class MXFakeQuantize(MXObserver, FakeQuantizeBase):
     def __init__(self, qscheme: tuple, *, fake_quant: bool = True, observe: bool = False, **annotation: object) -> None:
         super().__init__(qscheme, fake_quant=fake_quant, observe=observe)
 
+    @property
+    def only_rounds(self) -> bool:
+        """True if a call is one of the operator `fake_quantize_mx`: nothing is observed, and nothing drawn."""
+        plain = self.spec.has_operators and self.spec.rounding != "stochastic"
+        return plain and self.fake_quant_enabled and self.is_done and self.static_scale is None and self.anchor is None
+
     def forward(self, x: Tensor, amax: Tensor | None = None) -> Tensor:
         return super().forward(self.anchored(x) if self.fake_quant_enabled else x, amax)
 

@@ -18,8 +18,9 @@ from torch.fx import Graph, GraphModule, Node
 
 from pt2mx.fx.graph.aliasing import written_nodes
 from pt2mx.fx.graph.constants import constant_nodes
-from pt2mx.fx.graph.node import attribute_of
+from pt2mx.fx.graph.node import FakeQuantize, attribute_of
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, remove_unused
+from pt2mx.pt2e.observe.fake_quantize import MXFakeQuantize
 from pt2mx.pt2e.optimize.segments import ModuleBlock, module_blocks
 
 #: what `checkpoint_wrapper` puts into the names of parameters
@@ -36,18 +37,17 @@ def layered(
     Args:
         model: an exported graph, of which nothing changes.
         recompute: the submodules keep their inputs alone for the gradient, and compute their activations again.
-        compile: by torch.compile; on ranks the submodules are compiled one by one.
+        compile: each submodule, by torch.compile: those with the same operators are compiled once.
         group: the ranks that share the parameters; None for one process.
     """
     result, layers = _outline(model)
+    if compile and layers:
+        _compile([result.get_submodule(name) for name in layers])
+    elif compile:
+        result.compile()
     if recompute:
         for name in layers:
             result.set_submodule(name, checkpoint_wrapper(result.get_submodule(name)))
-    if compile and group is None:
-        result.compile()
-    elif compile:  # the hooks of FSDP2 run between the layers
-        for name in layers:
-            result.get_submodule(name).compile()
     if group is not None:
         _shard(result, layers, group)
     return result, {_original_name(name, layers): tensor for name, tensor in tensors_by_name([result]).items()}
@@ -77,6 +77,7 @@ def _outline(model: GraphModule) -> tuple[GraphModule, list[str]]:
     module that writes, such as to the statistics of a batch norm, stays in the graph.
     """
     source = copy_sharing_tensors(model)
+    _call_operators(source)
     _move_to_readers(source.graph)
     written = written_nodes(source.graph)
     outlined: dict[Node, ModuleBlock] = {}
@@ -102,12 +103,64 @@ def _outline(model: GraphModule) -> tuple[GraphModule, list[str]]:
     return remove_unused(GraphModule(attributes, graph)).train(model.training), layers
 
 
+def _call_operators(model: GraphModule) -> None:
+    """Call the operator of each module that rounds and does nothing else."""
+    for node in model.graph.find_nodes(op="call_module"):
+        module = attribute_of(model, node)
+        if type(module) is MXFakeQuantize and module.only_rounds and len(node.args) == 1:
+            call = FakeQuantize(node.args[0], module.spec, None, module.ste)
+            with model.graph.inserting_before(node):
+                rounded = model.graph.call_function(call.overload, call.args)
+            rounded.meta = {**node.meta}
+            node.replace_all_uses_with(rounded)
+            model.graph.erase_node(node)
+
+
 def _move_to_readers(graph: Graph) -> None:
     """Move what quantizes a weight to the first operator that reads it, and so into the module of that operator."""
     constants = constant_nodes(graph)
-    for node in graph.find_nodes(op="call_module"):
-        if node.users and constants.issuperset(node.all_input_nodes):
+    for node in graph.nodes:
+        rounds = node.op == "call_module" or node.target is FakeQuantize.overload
+        if rounds and node.users and constants.issuperset(node.all_input_nodes):
             min(node.users).prepend(node)
+
+
+def _compile(layers: Sequence[GraphModule]) -> None:
+    """Compile the layers, in place; those that differ in their tensors alone call one function."""
+    bodies: dict[str, GraphModule] = {}
+    for layer in layers:
+        if layer.graph.find_nodes(op="call_module"):  # modules may have a state of their own
+            layer.compile()
+            continue
+        body, tensors = _body(layer)
+        body = bodies.setdefault(body.code, body)
+        graph = Graph()
+        copies = {node: graph.node_copy(node) for node in tensors}
+        inputs = [graph.node_copy(node) for node in layer.graph.find_nodes(op="placeholder")]
+        graph.output(graph.call_module("body", (*copies.values(), *inputs)))
+        layer.add_submodule("body", body)
+        layer.graph = graph
+    for body in bodies.values():
+        body.compile()
+
+
+def _body(layer: GraphModule) -> tuple[GraphModule, list[Node]]:
+    """Return a layer without its tensors, which are the first arguments, and the nodes that read these in `layer`.
+
+    The nodes have other names, so that two layers with the same operators have the same code.
+    """
+    tensors = layer.graph.find_nodes(op="get_attr")
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    for node in (*tensors, *layer.graph.find_nodes(op="placeholder")):
+        copies[node] = graph.placeholder(f"input_{len(copies)}")
+    for node in layer.graph.nodes:
+        if node.op == "call_function":
+            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), copies.__getitem__)
+            copies[node] = graph.create_node(node.op, node.target, args, kwargs, f"value_{len(copies)}")
+        elif node.op == "output":
+            graph.output(torch.fx.map_arg(node.args[0], copies.__getitem__))
+    return GraphModule({}, graph), tensors
 
 
 def _shard(model: GraphModule, layers: list[str], group: dist.ProcessGroup) -> None:

@@ -1,8 +1,8 @@
 """Quantization-aware distillation of SmolLM2: its divergence after training over the best without, and what it costs.
 
     python -m tests.benchmarks.distillation [--model smollm2-continued] [--formats W4A8 W4A4] [--windows 8192]
-        [--batch 8] [--accumulate 1] [--rate 4e-4] [--compile] [--layers 2] [--device cuda]
-    torchrun --nproc-per-node 2 -m tests.benchmarks.distillation --device cuda --batch 16
+        [--batch 8] [--accumulate 1] [--rate 4e-4] [--start nearest] [--compile] [--layers 2] [--device cuda]
+    torchrun --nproc-per-node 2 -m tests.benchmarks.distillation --start nearest --device cuda --batch 16
     python -m tests.benchmarks.distillation --costs [--compile] [--device cuda]
 
 `without` is the KL divergence in nats, on the test text of `peers/`, of the best result without training: `balanced`
@@ -29,15 +29,17 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 import pt2mx
+from pt2mx.algorithms.options import PRESETS
 from pt2mx.fx.graph.tensors import move_to_device
+from pt2mx.pt2e.optimize.layers import layered
 from pt2mx.pt2e.optimize.losses import kl_divergence
 from tests.benchmarks import continued
-from tests.benchmarks.accuracy.case import ALGORITHMS
+from tests.benchmarks.accuracy.case import ALGORITHMS, algorithms_of
 from tests.benchmarks.measure import Row, medians_in_turns, report, timed
 from tests.benchmarks.peers.figures import difference_text, mean, mean_text
 from tests.benchmarks.peers.models import MODELS, Model
 
-WITHOUT = "balanced, corrected"
+BEST, NEAREST = "balanced, corrected", "nearest"
 #: the steps until the highest rate is reached
 WARM_UP = 20
 
@@ -56,11 +58,13 @@ class Subject:
         lessons = continued.lessons_of(tokenizer, windows)
         self.lessons = lessons[torch.randperm(windows, generator=torch.Generator().manual_seed(0))].to(device)
 
-    def optimized(self, name: str) -> tuple[pt2mx.MXQuantizer, GraphModule]:
-        """Return the quantizer of a format, and the best model without training."""
+    def optimized(self, name: str, start: str) -> tuple[pt2mx.MXQuantizer, GraphModule]:
+        """Return the quantizer of a format, and the model from which training starts."""
         quantizer = self.model.quantizer(name, "even")
+        if start == NEAREST:
+            return quantizer, self.exported
         batches = [(batch,) for batch in self.seen.split(self.model.at_once)]
-        return quantizer, pt2mx.optimize(self.exported, quantizer, batches, algorithms=ALGORITHMS[WITHOUT])
+        return quantizer, pt2mx.optimize(self.exported, quantizer, batches, algorithms=algorithms_of(start))
 
     @torch.no_grad()
     def divergences(self, model: GraphModule) -> list[float]:
@@ -73,7 +77,7 @@ def trained(subject: Subject, options: argparse.Namespace, group: dist.ProcessGr
     """Yield a row for each format."""
     for name in options.formats:
         start = time.perf_counter()
-        quantizer, optimized = subject.optimized(name)
+        quantizer, optimized = subject.optimized(name, options.start)
         before = time.perf_counter() - start
         without = subject.divergences(pt2mx.convert_pt2e(pt2mx.prepare_pt2e(optimized, quantizer)))
         prepared = pt2mx.prepare_qat_pt2e(optimized, quantizer)
@@ -108,19 +112,21 @@ def costs(subject: Subject, options: argparse.Namespace) -> Iterator[Row]:
         quantizer = subject.model.quantizer(name, "even")
         students = [pt2mx.prepare_qat_pt2e(subject.exported, quantizer), copy.deepcopy(subject.exported)]
         tokens = subject.lessons[: options.batch]
-        steps = [_step(student, subject.exported, tokens, options.compile) for student in students]
+        teacher, *students = (
+            layered(model, False, options.compile, None)[0] for model in (subject.exported, *students)
+        )
+        steps = [_step(student, teacher, tokens) for student in students]
         quantized, plain = medians_in_turns(steps, options.repeats)
         yield {"format": name, "ms": 1e3 * quantized, "float, ms": 1e3 * plain, "ratio": quantized / plain}
 
 
-def _step(student: nn.Module, teacher: nn.Module, tokens: Tensor, compiles: bool) -> Callable[[], None]:
+def _step(student: nn.Module, teacher: nn.Module, tokens: Tensor) -> Callable[[], None]:
     optimizer = torch.optim.Adam(student.parameters(), 1e-9)
-    call, reference = (torch.compile(model) if compiles else model for model in (student, teacher))
 
     def step() -> None:
         with torch.no_grad():
-            wanted = reference(tokens)
-        kl_divergence(call(tokens), wanted).backward()
+            wanted = teacher(tokens)
+        kl_divergence(student(tokens), wanted).backward()
         optimizer.step()
         optimizer.zero_grad()
         if tokens.is_cuda:
@@ -133,6 +139,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=[name for name in MODELS if name.startswith("smollm2")], default="smollm2")
     parser.add_argument("--formats", nargs="+", default=["W4A8", "W4A4"])
+    parser.add_argument("--start", choices=(NEAREST, *PRESETS, *ALGORITHMS), default=BEST, metavar="ROUNDING")
     parser.add_argument("--windows", type=int, default=8192, help="of 256 tokens, to train on")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--accumulate", type=int, default=1)

@@ -49,9 +49,9 @@ def accumulated_matmul_kernel(x, other, out, sizes, C: tl.constexpr):
     x_rows = x.pointer + batch * x.batch + rows.to(tl.int64) * x.row
     other_columns = other.pointer + batch * other.batch + columns.to(tl.int64) * other.column
     in_rows, in_columns = rows < m, columns < n
-    total = tl.zeros((C.ROWS, C.COLUMNS), tl.float32)
+    total = tl.full([C.ROWS, C.COLUMNS], 0.0, tl.float32)
     for start in range(0, k, promotion):
-        register = tl.zeros((C.ROWS, C.COLUMNS), tl.float64)
+        register = tl.full([C.ROWS, C.COLUMNS], 0.0, tl.float64)
         stop = tl.minimum(start + promotion, k)
         for first in range(start, stop, group):
             end = tl.minimum(first + group, stop)
