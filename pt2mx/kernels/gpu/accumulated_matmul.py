@@ -16,14 +16,17 @@ if TYPE_CHECKING:
 
 __all__ = ["matmul"]
 
-#: rows and columns of a program's tile, and its warps; the fastest on an H200
-_ROWS, _COLUMNS, _WARPS = 32, 128, 2
-#: most matrices of a launch
-_MOST_MATRICES = 65535
+#: rows and columns of a program's tile, and its warps, where products are cut one by one, and where tensor cores add
+#: them; the fastest on an H200
+_ONE_BY_ONE, _TOGETHER = (64, 32, 2), (64, 64, 4)
+#: most products that tensor cores add at once
+_STEP = 32
+#: most programs of a launch in its second and third dimension
+_MOST_PROGRAMS = 65535
 
 
 def matmul(call: MatmulAccumulated[Tensor], accumulator: Accumulator) -> Tensor | None:
-    """x: (*batch, M, K), other: (*batch, K, N) -> (*batch, M, N) float32; None: too many matrices for a launch."""
+    """x: (*batch, M, K), other: (*batch, K, N) -> (*batch, M, N) float32; None: too large for a launch."""
     x, other, k = call.x, call.other, call.x.shape[-1]
     out = x.new_zeros(call.result_shape, dtype=torch.float32)
     if not out.numel() or not k:
@@ -34,14 +37,16 @@ def matmul(call: MatmulAccumulated[Tensor], accumulator: Accumulator) -> Tensor 
         x, other = (tensor.expand(*out.shape[:-2], *tensor.shape[-2:]) for tensor in (x, other))
     x, other = (tensor.reshape(-1, *tensor.shape[-2:]) for tensor in (x, other))
     batch, m, n = len(x), x.shape[1], other.shape[2]
-    if batch > _MOST_MATRICES or triton.cdiv(n, _COLUMNS) > _MOST_MATRICES:
+    rows, columns, warps = _ONE_BY_ONE if accumulator.kind == "hopper" else _TOGETHER
+    if max(batch, triton.cdiv(n, columns)) > _MOST_PROGRAMS:
         return None
     integer, fraction = ((0, 0) + accumulator.numbers)[-2:]
-    register = Register(accumulator.kind, integer, fraction, _ROWS, _COLUMNS)
+    step = _STEP if accumulator.group > _STEP // 2 else _STEP // 2
+    register = Register(accumulator.kind, integer, fraction, rows, columns, step)
     sizes = m, n, k, min(accumulator.group, k), min(accumulator.promotion, k)
-    grid = triton.cdiv(m, _ROWS), triton.cdiv(n, _COLUMNS), batch
+    grid = triton.cdiv(m, rows), triton.cdiv(n, columns), batch
     with torch.cuda.device_of(x):
         accumulated_matmul_kernel[grid](
-            Matrices(x, *x.stride()), Matrices(other, *other.stride()), out, sizes, register, num_warps=_WARPS
+            Matrices(x, *x.stride()), Matrices(other, *other.stride()), out, sizes, register, num_warps=warps
         )
     return out

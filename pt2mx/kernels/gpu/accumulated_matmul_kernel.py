@@ -1,7 +1,8 @@
 """The Triton kernel of matmuls whose products are added in a register of limited precision.
 
-A program computes a tile of the result, one product of each value after the other, in float64 as the definition does:
-no order of sums differs. `pt2mx.kernels.accumulated_matmul` is the definition.
+`pt2mx.kernels.accumulated_matmul` is the definition. A program computes a tile of the result. Tensor cores add the
+products of a group in float64, exactly for values of MX formats. The products that `hopper` aligns are cut one after
+the other.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ class Register(NamedTuple):
     FRACTION: int
     ROWS: int
     COLUMNS: int
+    STEP: int  # products that tensor cores add at once
 
 
 @triton.jit
@@ -68,9 +70,13 @@ def accumulated_matmul_kernel(x, other, out, sizes, C: tl.constexpr):
                     register += libdevice.trunc(a[:, None] * b[None, :] * units)
                 register *= unit
             else:
-                for i in range(first, end):
-                    a, b = _factors(x_rows, other_columns, in_rows, in_columns, i, x.column, other.row)
-                    register += a[:, None] * b[None, :]
+                for i in range(first, end, C.STEP):
+                    indices = (i + tl.arange(0, C.STEP)).to(tl.int64)
+                    some = indices < end
+                    a_mask, b_mask = in_rows[:, None] & some[None, :], some[:, None] & in_columns[None, :]
+                    a = tl.load(x_rows[:, None] + indices[None, :] * x.column, mask=a_mask, other=0.0)
+                    b = tl.load(other_columns[None, :] + indices[:, None] * other.row, mask=b_mask, other=0.0)
+                    register = tl.dot(a.to(tl.float64), b.to(tl.float64), register, out_dtype=tl.float64)
             register = tl.where(tl.abs(register) < float("inf"), _rounded(register, C), register)
         total += register.to(tl.float32)
     at = out + (batch * m + rows.to(tl.int64))[:, None] * n + columns[None, :]
