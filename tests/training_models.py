@@ -124,5 +124,5 @@ def random_adapters(model, seed=0):
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
-                parameter.normal_(0, 0.02, generator=generator)
+                parameter.copy_(torch.empty(parameter.shape).normal_(0, 0.02, generator=generator))
     return model

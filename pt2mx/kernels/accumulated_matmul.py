@@ -18,6 +18,10 @@ largest of their exponents, where a product's exponent is the sum of its factors
 arXiv:2511.10909), a model that was tested on the hardware: exponents are added, not taken from the product, and both
 cuts are toward zero. One thing differs: the hardware aligns a subnormal FP8 value like the smallest normal one, and a
 dequantized value does not tell that it was subnormal.
+
+An NVIDIA H200 gave the same bits in 64 random products of FP8 (`torch._scaled_mm` of torch 2.11, 2026-11-30): with
+`use_fast_accum` those of hopper(13){32,row}, without it those of hopper(13){32,128}. Where subnormal values of E5M2 have
+the largest exponent, up to 0.8% of the values differ; with their exponents as the hardware takes them, none does.
 """
 
 from __future__ import annotations

@@ -37,7 +37,10 @@ def matmul(call: MatmulAccumulated[Tensor], accumulator: Accumulator) -> Tensor 
         x, other = (tensor.expand(*out.shape[:-2], *tensor.shape[-2:]) for tensor in (x, other))
     x, other = (tensor.reshape(-1, *tensor.shape[-2:]) for tensor in (x, other))
     batch, m, n = len(x), x.shape[1], other.shape[2]
-    rows, columns, warps = _ONE_BY_ONE if accumulator.kind == "hopper" else _TOGETHER
+    rows, columns, warps = _ONE_BY_ONE
+    if accumulator.kind != "hopper":
+        rows, columns, warps = _TOGETHER
+        x, other = x.float(), other.float()  # Triton 3.6 compiles no dot in float64 of narrower values
     if max(batch, triton.cdiv(n, columns)) > _MOST_PROGRAMS:
         return None
     integer, fraction = ((0, 0) + accumulator.numbers)[-2:]
