@@ -27,6 +27,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from pt2mx import LanguageModel, MXQuantizer, quantize_language_model
+from pt2mx.algorithms import Rotation
 from pt2mx.extras import import_extra
 from tests.benchmarks.byte_limit import bytes_of_step, copy_bandwidth
 from tests.benchmarks.language import SHAPES, llama
@@ -144,10 +145,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     bandwidth = 1e9 * options.bandwidth if options.bandwidth else copy_bandwidth(torch.device(options.device))
     print(f"{bandwidth / 1e9:.0f} GB/s", flush=True)
     for shape in options.shapes:
-        model = quantize_language_model(
-            llama(shape, options.layers, options.device),
-            MXQuantizer.from_recipe(options.recipe).set_kv_cache(options.kv_cache),
-        )
+        quantizer = MXQuantizer.from_recipe(options.recipe).set_kv_cache(options.kv_cache)
+        # of the algorithms, rotations alone change the time
+        rotations = [one for one in quantizer.algorithms or () if isinstance(one, Rotation)]
+        quantizer.set_algorithms(rotations or None)
+        net = llama(shape, options.layers, options.device)
+        texts = [torch.randint(net.config.vocab_size, (1, 32), device=net.device)] if rotations else []
+        model = quantize_language_model(net, quantizer, texts)
+        del net
         gc.collect()  # the float model
         mode = options.mode or ("reduce-overhead" if options.device == "cuda" else None)
         if mode is not None:
