@@ -129,7 +129,9 @@ def _leaves_no_temporary_files():
 
 @pytest.fixture(autouse=True)
 def _seed():
-    torch.manual_seed(0)
+    # torch.manual_seed formats its stack for each device, also for those that no process uses
+    seed = torch.manual_seed if torch.accelerator.is_available() else torch.default_generator.manual_seed
+    seed(0)
 
 
 @pytest.fixture(autouse=True)

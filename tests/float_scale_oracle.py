@@ -3,6 +3,7 @@ the reference kernel, and slow."""
 
 import math
 from bisect import bisect_left
+from collections.abc import Callable
 from fractions import Fraction
 
 from mx_conformance.exact import floor_log2, grid, power_of_two, random_number, round_value
@@ -47,15 +48,17 @@ def applied(scale: Fraction, scale_format: ScaleFormat, t: Fraction) -> Fraction
     return f32({"": lambda: scale, "factor": lambda: scale * t, "divisor": lambda: scale / t}[scale_format.tensor]())
 
 
-def in_units(x: Fraction, scale: Fraction, scale_format: ScaleFormat, mode: str, t: Fraction) -> Fraction:
+def in_units(scale: Fraction, scale_format: ScaleFormat, mode: str, t: Fraction) -> Callable[[Fraction], Fraction]:
+    """The function that divides a value by its scale."""
     if mode != "nearest_reciprocal":
-        return f32(x / applied(scale, scale_format, t))
+        divisor = applied(scale, scale_format, t)
+        return lambda x: f32(x / divisor)
     reciprocal = {
         "": lambda: f32(1 / scale),
         "factor": lambda: f32(f32(1 / t) / scale),
         "divisor": lambda: f32(t / scale),
     }[scale_format.tensor]()
-    return f32(x * reciprocal)
+    return lambda x: f32(x * reciprocal)
 
 
 def codes_of_scales(amax: Fraction, element: ElementFormat, f: ScaleFormat, mode: str, t: Fraction) -> list[int]:
@@ -106,9 +109,9 @@ def quantize_block(
 
     def values(code: int, rounding: str) -> list[tuple[Fraction, Fraction]]:
         """Each value in units of its scale, before and after it is rounded."""
-        pairs = []
+        pairs, divided = [], in_units(scale_value(code, f), f, mode, tensor)
         for i, x in enumerate(exact):
-            v = f32(in_units(x, scale_value(code, f), f, mode, tensor) * unit)
+            v = f32(divided(x) * unit)
             if rounding in ("up", "down") and abs(v) < power_of_two(-126) and x:
                 v = power_of_two(-126) * (1 if x > 0 else -1)
             number = random_number(place + i, seed) if rounding == "stochastic" else None

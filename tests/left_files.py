@@ -20,11 +20,14 @@ _CACHES = ("__pycache__/", ".venv/", "build/", "dist/", "*.egg-info/", ".pytest_
 def use_own_temporary_folder() -> None:
     """Let this process, and those that it starts, make temporary files in a folder that goes when it ends: what appears
     there is of its tests, not of another program. Inductor's cache and pytest's folders stay where they are."""
-    shared = tempfile.gettempdir()
+    shared, inductor = tempfile.gettempdir(), f"torchinductor_{getpass.getuser()}"
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", shared)
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(shared, f"torchinductor_{getpass.getuser()}"))
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(shared, inductor))
     process, folder = os.getpid(), tempfile.mkdtemp(prefix="pt2mx-")
     os.environ["TMPDIR"] = tempfile.tempdir = folder
+    # where Inductor keeps precompiled headers, whatever its cache: each process would compile them again, for 6 seconds
+    os.makedirs(os.path.join(shared, inductor), exist_ok=True)
+    os.symlink(os.path.join(shared, inductor), os.path.join(folder, inductor))
 
     def remove() -> None:
         if os.getpid() == process:  # not in a fork

@@ -109,15 +109,17 @@ def round_value(v: Fraction, element: ElementFormat, rounding: str, number: Frac
     if element.values:
         return _round_in_codebook(v, element, rounding, number)
     step = quantum(abs(v), element)
+    quanta = v / step
     if number is not None:  # stochastic
-        magnitude = (abs(v) / step) % 1
-        away = number < Fraction(math.floor(magnitude * 2**31), 2**31)
-        rounded = (math.floor(abs(v) / step) + away) * step * (1 if v > 0 else -1)
+        below = math.floor(abs(quanta))
+        away = number < Fraction(math.floor((abs(quanta) - below) * 2**31), 2**31)
+        rounded = (below + away) * (1 if v > 0 else -1)
     else:
-        below = math.floor(v / step)
-        rounded = step * (below + ROUNDINGS[rounding](v / step - below, below, v > 0))
-    lowest = -Fraction(2) if element.full_range else -Fraction(element.max_normal)
-    return max(lowest, min(Fraction(element.max_normal), rounded))
+        below = math.floor(quanta)
+        rounded = below + ROUNDINGS[rounding](quanta - below, below, v > 0)
+    largest = grid(element)[-1]
+    lowest = -Fraction(2) if element.full_range else -largest
+    return max(lowest, min(largest, step * rounded))
 
 
 def _round_in_codebook(v: Fraction, element: ElementFormat, rounding: str, number: Fraction | None) -> Fraction:
