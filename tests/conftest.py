@@ -233,7 +233,7 @@ def resnet18():
             module.running_mean.normal_(0, 0.1)
             module.running_var.uniform_(0.5, 1.5)
     shapes = ({0: torch.export.Dim("batch")},)
-    args = (torch.randn(2, 3, 224, 224),)
+    args = (torch.randn(2, 3, 64, 64),)
     program = torch.export.export(model.eval(), args, dynamic_shapes=shapes)
     return SimpleNamespace(program=program, shapes=shapes, args=args, inputs=args)
 

@@ -42,12 +42,14 @@ def test_converts_to_the_bit_reloads_and_skips_nothing_silently(name):
 
 @pytest.mark.slow_except("BertForSequenceClassification")
 @pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.compiled_cases("BertForSequenceClassification")
 def test_lowers_to_core_aten(name):
     run(name, (*NEEDED, "core_aten"))
 
 
 @pytest.mark.slow_except("BertForSequenceClassification")
 @pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.compiled_cases("BertForSequenceClassification")
 def test_scaled_matmuls_agree(name):
     run(name, (*NEEDED, "scaled_mm"))
 

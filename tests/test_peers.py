@@ -201,6 +201,7 @@ def run(monkeypatch, tmp_path):
 
 @pytest.mark.slow_cases("minilm")
 @pytest.mark.parametrize("tiny", ["smollm2", "minilm"], indirect=True)
+@pytest.mark.compiled_cases("smollm2")
 def test_peers_are_evaluated_as_this_project_is(tiny, run, tmp_path):
     evaluated = evaluation.Evaluation(tmp_path, models.MODELS[tiny], 1, tmp_path / "kept")
     job = {"auto": models.MODELS[tiny].auto, "model_name": tiny}

@@ -113,6 +113,7 @@ def test_compiled_has_no_opaque_call_and_agrees(name, recipe, request):
     assert cosine_similarity(got.flatten(1), reference.flatten(1)).min() > 1 - 1.5 * (1 - to_float)
 
 
+@pytest.mark.compiled
 def test_one_compiled_layer_with_quantized_activations_agrees(minilm):
     """Where one quantization lies between input and output, compiled equals eager up to the order of sums."""
     layer = torch.nn.Linear(384, 1536)

@@ -109,6 +109,7 @@ def test_skipped(call):
 
 @pytest.mark.slow_except("bfloat16")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.compiled_cases("bfloat16")
 def test_on_a_cpu(dtype):
     """The kernel of `decoding_attention` reads floats, that of `attention_mx` codes; there are no counters."""
     model = decoder_by_recipe("mxfp4_weight_only", "llama", dtype=dtype, head_dim=32)

@@ -32,7 +32,7 @@ SLOW = {"mxfp8_e5m2": "llama", "mxfp6_e2m3": "llama", "mxfp6_e3m2": "llama", "mx
 
 @pytest.mark.slow_cases("mistral", "gptj", "phi3", "gpt2")
 @pytest.mark.parametrize("family", FUSED)
-@pytest.mark.compiled_cases("qwen3", "gpt_neox")
+@pytest.mark.compiled_cases("qwen3", "gemma2", "gpt_neox")
 def test_decoders(family):
     model = decoder_by_recipe("mxfp4_weight_only", family, dtype="bfloat16")
     graph = everywhere(use_decoding_attention)(copy_sharing_tensors(model.decoder))

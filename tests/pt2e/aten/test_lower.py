@@ -65,6 +65,7 @@ def run(program, *inputs, **named):
 
 @pytest.mark.slow_except("mxfp8", "mxfp6_e3m2*")
 @pytest.mark.parametrize("text", FORMATS)
+@pytest.mark.compiled_cases("mxfp6_e3m2*")
 def test_gives_the_bits_of_the_converted_model_by_core_operators(text):
     program = program_of(Net(), (IDS,), quantizer_of(text, text))
     lowered = lower_to_aten(program)
@@ -149,6 +150,7 @@ def test_tied_weights_and_transposed_ones():
 
 @pytest.mark.parametrize("text", ["mxfp8", "mxfp4(mse)", pytest.param("nvfp4", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("matmul", ["dequantize", "scaled_mm"])
+@pytest.mark.compiled_cases("scaled_mm-mxfp4(mse)")
 def test_blocks_that_are_not_finite_and_tiny_ones(text, matmul):
     x = torch.randn(5, 64)
     program = program_of(nn.Linear(64, 16), (x,), quantizer_of(text, text))
@@ -226,6 +228,7 @@ def test_takes_the_sizes_that_the_program_takes(text):
 
 @pytest.mark.slow_cases("WhileLoop")
 @pytest.mark.parametrize("kind", [NoGrad, Cond, WhileLoop], ids=lambda kind: kind.__name__)
+@pytest.mark.compiled_cases("NoGrad")
 def test_subgraphs(kind):
     program = program_of(kind(), (X,), "mxfp8")
     for matmul in ("dequantize", "scaled_mm"):

@@ -25,7 +25,7 @@ def write_recording(path, seconds=1, rate=16_000):
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder with the checkpoints "whisper" and "t5", recordings, and what `pt2mx quantize` makes of "whisper"."""
+    """A folder with the checkpoints "whisper" and "t5", and recordings."""
     path = tmp_path_factory.mktemp("audio")
     extractor = transformers.WhisperFeatureExtractor(feature_size=8, chunk_length=1)
     for family in ("whisper", "t5"):
@@ -34,7 +34,6 @@ def place(tmp_path_factory):
     extractor.save_pretrained(path / "whisper")
     (path / "recordings").mkdir()
     write_recording(path / "recordings" / "speech.wav", 0.8)
-    quantize(path, "whisper", "--calibration", str(path / "recordings"))
     return path
 
 
@@ -44,13 +43,21 @@ def quantize(path, family, *more):
 
 
 @pytest.fixture(scope="module")
-def text_too(place):
-    """The folder, with what `pt2mx quantize` makes of "t5" too."""
-    quantize(place, "t5")
+def quantized(place):
+    """The folder, with what `pt2mx quantize` makes of "whisper"."""
+    quantize(place, "whisper", "--calibration", str(place / "recordings"))
     return place
 
 
+@pytest.fixture(scope="module")
+def text_too(quantized):
+    """The folder, with what `pt2mx quantize` makes of "t5" too."""
+    quantize(quantized, "t5")
+    return quantized
+
+
 @pytest.mark.compiled
+@pytest.mark.usefixtures("quantized")
 def test_a_recording_is_transcribed(run, place):
     samples = write_recording(place / "speech.wav", 0.8)
     arguments = ("generate", "whisper-mxfp4", "--audio", "speech.wav", "--max-new-tokens", "9")
@@ -82,6 +89,7 @@ def refused(run, arguments, message):
 
 
 @pytest.mark.compiled
+@pytest.mark.usefixtures("quantized")
 def test_bad_input_is_one_line(run, place):
     write_recording(place / "long.wav", 1.5)
     write_recording(place / "slow.wav", 1, 8000)

@@ -120,6 +120,7 @@ def test_compile(run, place):
     assert packages == ["prompt", "token"] and run(*arguments)[1] == text
 
 
+@pytest.mark.compiled
 def test_perplexity_says_what_a_program_leaves_out(place, run):
     shutil.copytree(place / "llama", place / "partial")
     file = place / "partial" / "model.safetensors"

@@ -103,6 +103,7 @@ TRAINABLE = [subgraph_models.Autocast, subgraph_models.Cond, subgraph_models.Sca
 
 
 @pytest.mark.parametrize("kind", [*TRAINABLE, subgraph_models.Checkpoint, subgraph_models.Branches])
+@pytest.mark.compiled_cases("Scan", "Map", "Branches")
 def test_subgraphs(kind):
     model, x = kind(), subgraph_models.X
     steps = [step(prepared(model, x, activation=FINE, weight=FINE, **g), x) for g in ({}, {"gradient": FINE})]

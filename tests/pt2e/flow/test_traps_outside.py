@@ -43,6 +43,7 @@ def test_trap_12_flags_do_not_break_the_graph(compiler):
     assert not torch.allclose(prepared(x), quantized)
 
 
+@pytest.mark.compiled
 def test_trap_13_operators_fuse(compiler):
     """Opaque calls do not fuse with their neighbours; stale code would be served after a change of a decomposition."""
     from torch._inductor.utils import run_and_get_code

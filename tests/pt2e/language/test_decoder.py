@@ -123,6 +123,7 @@ def operators(program):
 
 @pytest.mark.slow_cases("gpt2")
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.compiled_cases("llama")
 def test_equal_sizes_have_one_symbol(family, monkeypatch):
     model, program = exported_decoder(family)
     monkeypatch.setattr(decoder, "shared_sizes", lambda example: contextlib.nullcontext())

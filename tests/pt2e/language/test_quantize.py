@@ -24,6 +24,7 @@ def operators(model):
     ("family", "quantized"),
     [("llama", 9), ("gpt2", 7), ("gpt_oss", 9), ("mixtral", 9)],
 )
+@pytest.mark.compiled
 def test_matmuls_with_weights_are_quantized_and_no_others(family, quantized):
     model, _ = exported_decoder(family, num_hidden_layers=1)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -113,6 +113,7 @@ def test_a_bfloat16_model_computes_in_float32(tmp_path):
     assert error < 0.02
 
 
+@pytest.mark.compiled
 def test_scales_of_weights_stay_in_bfloat16():
     model, (ids, mask) = decoder_by_recipe("int4{64}(bf16)", "llama", num_hidden_layers=1, **VARIED), padded()
     graph = decoder_of(model).graph
@@ -158,6 +159,7 @@ def test_frequencies_for_a_length_are_refused_for_openvino(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.compiled
 def test_a_text_longer_than_the_frequencies_is_an_error():
     model = limited_decoder()
     graph = decoder_of(model).graph

@@ -340,6 +340,7 @@ def test_outputs_and_dimensions_keep_their_names(tmp_path):
     assert dims_of(tmp_path / "named.onnx", pt2mx.load_program(tmp_path / "named.pt2")) == dims
 
 
+@pytest.mark.compiled
 def test_saved_dimensions_keep_their_names_beside_others_that_export_infers(tmp_path):
     inputs, shapes = (torch.randn(3, 6, 64),), ({0: BATCH, 1: Dim.AUTO},)  # an even length has no Dim
     # (B, S, 64) -> (B, S / 2, 32)

@@ -73,6 +73,7 @@ def test_weights_in_onnxruntime(name, shape, axis, dtype):
 
 
 @pytest.mark.parametrize("recipe", ["mxfp4", "mxfp8"])
+@pytest.mark.compiled_cases("mxfp8")
 def test_an_exported_program(recipe, tmp_path):
     """The file has the weights of the default target in other types, the same nodes, and the same outputs."""
     model, x = nn.Sequential(nn.Linear(70, 64), nn.Linear(64, 8)).eval(), torch.randn(4, 70)

@@ -58,6 +58,7 @@ def equal(first, second):
 
 
 @pytest.mark.parametrize(("dtype", "recompute"), [(torch.float32, False), (torch.bfloat16, True)])
+@pytest.mark.compiled_cases("dtype1-True")
 def test_it_goes_on_with_the_same_steps(tmp_path, dtype, recompute):
     wanted, calls = trained(tmp_path / "whole", dtype, recompute=recompute)
     assert trained(tmp_path / "stopped", dtype, stop=30, recompute=recompute) == (None, 30)

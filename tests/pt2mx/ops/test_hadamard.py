@@ -70,6 +70,7 @@ def test_a_mean_stays_small(size, largest):
     assert hadamard(torch.ones(size), size, -1).abs().max() == pytest.approx(largest)
 
 
+@pytest.mark.compiled
 def test_written_out_and_compiled_it_has_the_same_bits(compiler):
     x = torch.randn(4, 96, 3)
     want = hadamard(x, 32, 1)

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("compiler")
 _SLOW = {"fp8_e4m3", "fp6_e2m3"}
 
 
-@pytest.mark.compiled_cases("fp8_e5m2-False", "fp6_e3m2-False")
+@pytest.mark.compiled_cases("fp8_e5m2-False", "fp6_e3m2-False", "int8-False")
 @pytest.mark.parametrize(
     ("name", "dynamic"),
     [
@@ -94,6 +94,7 @@ def test_every_exponent_and_special_value(dtype, scale_modes):
         *(pytest.param(m, (r,), marks=pytest.mark.slow) for m in SCALE_MODES for r in ROUNDINGS),
     ],
 )
+@pytest.mark.compiled_cases("floor-roundings0")
 def test_every_rounding_of_every_bf16_pattern(scale_mode, roundings):
     """By default three of one format; every format with every mode and rounding among the slow tests."""
     x = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(torch.bfloat16).unsqueeze(1)
@@ -130,6 +131,7 @@ def test_no_opaque_call_is_left_and_one_kernel_does_it():
     assert code.count("async_compile.cpp_pybinding") == 1
 
 
+@pytest.mark.compiled
 def test_gradient_through_a_compiled_fake_quantize():
     x = torch.randn(4, 64, requires_grad=True)
     torch.compile(lambda x: (fake_quantize_mx(x, "mxfp4") * 3).sum(), fullgraph=True)(x).backward()

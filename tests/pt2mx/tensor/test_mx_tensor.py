@@ -259,6 +259,7 @@ def test_fake_tensors():
 
 
 @pytest.mark.parametrize("elem", ["mxfp4", "nvfp4"])
+@pytest.mark.compiled_cases("mxfp4")
 def test_compiled_parameter(elem, compiler):
     model, x = parameter_model(elem), torch.randn(5, 70)
     torch.testing.assert_close(torch.compile(model, fullgraph=True)(x), model(x))

@@ -44,10 +44,10 @@ def values(*shape: int) -> torch.Tensor:
     return x
 
 
-@pytest.mark.parametrize("rounding", [name for name, rounding in ROUNDINGS.items() if not rounding.random])
 @pytest.mark.parametrize("name", [*NARROW, "int4", "fp5_e1m3", "fp4_e3m0"])
-def test_every_format_and_rounding(name, rounding):
-    check(values(20, 75), MXSpec(name, 32, rounding=rounding))
+def test_every_format_and_rounding(name):
+    for rounding in (name for name, rounding in ROUNDINGS.items() if not rounding.random):
+        check(values(20, 75), MXSpec(name, 32, rounding=rounding))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

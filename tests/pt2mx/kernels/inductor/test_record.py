@@ -43,6 +43,7 @@ def layer(x: Tensor) -> Tensor:
         lambda x, table, at: torch.cat([layer(x), table.cumsum(0)[at]]).softmax(-1),
     ],
 )
+@pytest.mark.compiled_except("<lambda>0-True", "<lambda>1-False", "<lambda>2-False")
 def test_bits_of_the_program(function, dynamic):
     x, table, at = torch.randn(2, 64), torch.randn(64, 64), torch.tensor([3, 5])
     if dynamic:
@@ -111,6 +112,7 @@ def in_two_graphs(x: Tensor) -> Tensor:
         (lambda x: x.view(2, -1), {}),
     ],
 )
+@pytest.mark.compiled_cases("has_a_loop-*", "reads_a_value-*")
 def test_programs_that_are_not_recorded(function, options):
     x, program = torch.randn(2, 8), compiled(function, **options)
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
@@ -237,14 +239,14 @@ def test_autocast():
 
 def test_threads_record_at_the_same_time():
     original, results = CompiledFxGraph.__call__, {}
-    programs = [torch.compile(lambda x, i=i: layer(x) * i, dynamic=False) for i in range(4)]
+    programs = [torch.compile(lambda x, i=i: layer(x) * i, dynamic=False) for i in range(2)]
     x = torch.randn(1, 64)
 
     def run(i: int) -> None:
         with torch.no_grad():
             results[i] = record(lambda: programs[i](x))
 
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
