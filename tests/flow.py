@@ -78,12 +78,22 @@ def assert_converts_to_the_bit(prepared: GraphModule, *inputs: object) -> GraphM
     return converted
 
 
-def saved_bytes(program: ExportedProgram) -> int:
-    """Return the bytes of the tensors in the file of a program."""
+def saved(program: ExportedProgram) -> io.BytesIO:
+    """Return the file of a program."""
     file = io.BytesIO()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "No complete tensor found in the group")  # torch.export.save, of views
         torch.export.save(program, file)
+    file.seek(0)
+    return file
+
+
+def saved_bytes(program: ExportedProgram) -> int:
+    """Return the bytes of the tensors in the file of a program."""
+    return bytes_of_tensors(saved(program))
+
+
+def bytes_of_tensors(file: io.BytesIO) -> int:
     with zipfile.ZipFile(file) as archive:
         records = [one for one in archive.infolist() if re.search("/(weights|constants)/", one.filename)]
     return sum(record.file_size for record in records if not record.filename.endswith(".json"))
@@ -105,10 +115,7 @@ def unused_bytes(program: ExportedProgram) -> int:
 
 def reloaded(program: ExportedProgram) -> ExportedProgram:
     """Save and load a program."""
-    file = io.BytesIO()
-    torch.export.save(program, file)
-    file.seek(0)
-    return torch.export.load(file)
+    return torch.export.load(saved(program))
 
 
 def described(program):

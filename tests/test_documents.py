@@ -53,7 +53,7 @@ def named(cells: list[str]) -> list[str]:
 
 
 #: the pages whose code runs in `make test`; that of the others runs with the compiled tests
-FIRST_PAGES = [ROOT / folder / "README.md" for folder in ("", "pt2mx", "fx", "pt2e")]
+FIRST_PAGES = [ROOT / folder / "README.md" for folder in ("", "pt2e")]
 
 
 def python_blocks():

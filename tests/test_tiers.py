@@ -71,9 +71,10 @@ def test_some(name):
     assert status == pytest.ExitCode.USAGE_ERROR and "test_some has no case d" in out, out
 
 
-def test_a_test_that_leaves_a_temporary_file_fails(run):
+def test_a_run_that_leaves_a_file_fails(run, tmp_path):
     status, out = run("""
 import tempfile
+from pathlib import Path
 
 def test_leaves():
     tempfile.mkdtemp("left")
@@ -81,18 +82,12 @@ def test_leaves():
 def test_removes():
     with tempfile.TemporaryDirectory():
         pass
-""")
-    assert status == 1 and "2 passed, 1 error" in out and "ERROR test_it.py::test_leaves" in out, out
 
-
-def test_tests_that_leave_a_file_at_home_fail(run, tmp_path):
-    status, out = run("""
-from pathlib import Path
-
-def test_leaves():
+def test_leaves_at_home():
     (Path.home() / "left.txt").touch()
 """)
-    assert status == 1 and "1 passed" in out and f"The tests left files: {tmp_path}/home/left.txt" in out, out
+    assert status == 1 and "3 passed, 1 error" in out and "ERROR test_it.py::test_leaves -" in out, out
+    assert f"The tests left files: {tmp_path}/home/left.txt" in out, out
 
 
 def test_the_slowest_functions_are_printed(run):

@@ -207,7 +207,12 @@ def test_stochastic_rounding_by_its_seed():
 @pytest.mark.parametrize(("dtype", "bias"), [(torch.float32, True), (torch.bfloat16, False)])
 @pytest.mark.parametrize("element", ["fp6_e2m3", "fp8_e4m3"])
 @pytest.mark.parametrize("write_out", [pt2mx.make_portable, without_calls])
-@pytest.mark.compiled_except("make_portable-fp6_e2m3-dtype0-True", "make_portable-fp8_e4m3-dtype1-False", "without_calls-fp6_e2m3-dtype1-False", "without_calls-fp8_e4m3-dtype0-True")
+@pytest.mark.compiled_except(
+    "make_portable-fp6_e2m3-dtype0-True",
+    "make_portable-fp8_e4m3-dtype1-False",
+    "without_calls-fp6_e2m3-dtype1-False",
+    "without_calls-fp8_e4m3-dtype0-True",
+)
 def test_matmuls_with_packed_weights(dtype, bias, write_out, element):
     """The experts of a mixture, and a layer with and without a bias; without pt2mx they dequantize their weight."""
 

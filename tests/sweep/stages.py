@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 import pt2mx
 from pt2mx.pt2e.aten.lower import core_decompositions
 from pt2mx.pt2e.models.float_models import Batch, call
-from tests.flow import reloaded, saved_bytes, unused_bytes
+from tests.flow import bytes_of_tensors, saved, saved_bytes, unused_bytes
 from tests.scaled_mm import ScaledMM
 from tests.sweep.architecture import Architecture
 from tests.sweep.matmul_like import silent
@@ -70,8 +70,10 @@ class Flow:
     def reload(self) -> None:
         """The loaded file computes as the converted model, and without unused tensors has the bytes of the reports."""
         program = _export(self.converted, self.batch)
-        assert_same(self._run(reloaded(program).module()), self.quantized)
-        files = tuple(saved_bytes(one) - unused_bytes(one) for one in (self.program, program))
+        file = saved(program)
+        assert_same(self._run(torch.export.load(file).module()), self.quantized)
+        written = saved_bytes(self.program), bytes_of_tensors(file)
+        files = tuple(size - unused_bytes(of) for size, of in zip(written, (self.program, program), strict=True))
         for model in (self.prepared, self.converted):
             report = pt2mx.quantization_report(model)
             assert (report.bytes_before, report.bytes_after) == files

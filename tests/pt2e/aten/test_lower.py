@@ -329,25 +329,37 @@ def reloaded_if_saved(program, text):
     return program if text == "mxfp4" else reloaded(program)
 
 
+#: formats of the weight and the activation, and the layer's sizes
+UNSCALED = [
+    ("mxfp8", None, (64, 16)),
+    ("mxfp8", "mxfp4", (64, 16)),
+    ("mxfp6", "mxfp6", (64, 16)),
+    ("mxfp8", "mxfp8", (70, 16)),
+    ("mxfp8", "mxfp8", (64, 9)),
+    ("mxfp8", "mxfp8", (0, 16)),
+    ("mxfp8_e5m2", "mxfp8_e5m2", (64, 16)),
+]
+
+
+class Unscaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(*sizes) for *_, sizes in UNSCALED)
+
+    def forward(self, x):
+        return [layer(x[:, : layer.in_features]) for layer in self.layers]
+
+
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
-@pytest.mark.parametrize(
-    ("weight", "activation", "sizes"),
-    [
-        ("mxfp8", None, (64, 16)),
-        ("mxfp8", "mxfp4", (64, 16)),
-        ("mxfp6", "mxfp6", (64, 16)),
-        ("mxfp8", "mxfp8", (70, 16)),
-        ("mxfp8", "mxfp8", (64, 9)),
-        ("mxfp8", "mxfp8", (0, 16)),
-        ("mxfp8_e5m2", "mxfp8_e5m2", (64, 16)),
-    ],
-)
-def test_what_has_no_scaled_form_is_dequantized(weight, activation, sizes):
-    x = torch.randn(2, sizes[0])
-    program = program_of(nn.Linear(*sizes), (x,), quantizer_of(weight, activation))
+def test_what_has_no_scaled_form_is_dequantized():
+    x, quantizer = torch.randn(2, 70), MXQuantizer()
+    for i, (weight, activation, _) in enumerate(UNSCALED):
+        quantizer.set_module_name(f"layers.{i}", get_default_mx_quantization_config(weight, activation))
+    program = program_of(Unscaled(), (x,), quantizer)
     lowered = lower_to_aten(program, matmul="scaled_mm")
     assert not {aten._scaled_mm.default, aten._scaled_mm_v2.default} & called(lowered)
-    assert torch.equal(run(lowered, x), run(program, x))
+    for y, expected in zip(run(lowered, x), run(program, x), strict=True):
+        assert torch.equal(y, expected)
 
 
 def test_the_program_does_not_change():

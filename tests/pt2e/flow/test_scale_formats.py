@@ -80,9 +80,8 @@ def _tensor_scale(x, spec):
     return pt2mx.tensor_scale_mx(x, spec) if spec.scale_format.tensor else None
 
 
-@pytest.mark.parametrize(
-    ("weight", "activation"), [*(pytest.param(*row, marks=pytest.mark.compiled) for row in FORMATS[:2]), FORMATS[2]]
-)
+@pytest.mark.compiled
+@pytest.mark.parametrize(("weight", "activation"), FORMATS[:3])
 def test_compiled_models(weight, activation, compiler):
     net = Net().eval()
     with torch.no_grad():

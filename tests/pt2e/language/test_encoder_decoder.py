@@ -142,6 +142,7 @@ def test_whisper_reads_long_audio_in_segments(monkeypatch):
         {"temperature": (0.0, 0.4), "logprob_threshold": -1.0, "compression_ratio_threshold": 1.35},
     ],
 )
+@pytest.mark.compiled_cases("options0")
 def test_whisper_returns_what_transformers_returns(options, monkeypatch):
     model, eager = whisper_with_settings()
     monkeypatch.setattr(eager, "generation_config", transformers.GenerationConfig(**WHISPER))
