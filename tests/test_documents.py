@@ -52,8 +52,8 @@ def named(cells: list[str]) -> list[str]:
     return [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
 
 
-#: the pages whose code runs in `make test`; that of the others runs with the compiled tests
-FIRST_PAGES = [ROOT / folder / "README.md" for folder in ("", "pt2e")]
+#: the page whose code runs in `make test`; that of the others runs with the compiled tests
+FIRST_PAGE = ROOT / "README.md"
 
 
 def python_blocks():
@@ -62,7 +62,7 @@ def python_blocks():
             if words == "executorch":
                 continue  # tests/pt2e/executorch runs it, where executorch is
             slow, packages = "slow" in words.split(), [word for word in words.split() if word != "slow"]
-            marks = [pytest.mark.slow] if slow else [] if path in FIRST_PAGES else [pytest.mark.compiled]
+            marks = [pytest.mark.slow] if slow else [] if path == FIRST_PAGE else [pytest.mark.compiled]
             yield pytest.param(path, line, code, packages, id=f"{name_of(path)}:{line}", marks=marks)
 
 
@@ -72,7 +72,7 @@ def test_code_runs_as_pasted(path, line, code, packages, tmp_path, warning_filte
         pytest.importorskip(package)
     finished = run_program("\n" * line + code, str(path), tmp_path, warning_filters)
     assert finished.status == 0, finished.err
-    if path == ROOT / "README.md":
+    if path == FIRST_PAGE:
         assert "module" in finished.out
         if "class Classifier" in code:
             _, table = finished.out.split("\n", 1)
@@ -341,7 +341,7 @@ def test_agreement_of_outputs(text, other, same):
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-@pytest.mark.compiled_cases("02_quantization_aware_training")
+@pytest.mark.compiled_cases("02_quantization_aware_training", "06_write_a_backend")
 def test_cells_of_a_notebook_run(name, tmp_path_factory, warning_filters):
     """As one program, in a fraction of the time that a kernel takes to start. It prints what the notebook holds."""
     folder, output = tmp_path_factory.mktemp("notebook"), tmp_path_factory.mktemp("output")

@@ -37,6 +37,7 @@ print(torchvision.name, torchvision.half.times(), hasattr(torch.ops.torchvision,
 
 @pytest.mark.slow_except("library that does not load")
 @pytest.mark.parametrize("kind", _TORCHVISIONS)
+@pytest.mark.compiled_cases("library that does not load")
 def test_torchvision(run_python, tmp_path, kind):
     """No module of a failed import is left."""
     package = tmp_path / "torchvision"

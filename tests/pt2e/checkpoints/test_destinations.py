@@ -157,7 +157,7 @@ _ARRIVE = {
     ("recipe", "destination"),
     [pytest.param(*one, marks=[pytest.mark.cuda] * (one[1] == "cuda")) for one in _CELLS],
 )
-@pytest.mark.compiled_cases("decoder_balanced-[vg]*")
+@pytest.mark.compiled_cases("decoder_balanced-[vtg]*")
 def test_a_recipe_arrives(recipe, destination, tmp_path):
     with torch.no_grad():
         _ARRIVE[destination](recipe, tmp_path)

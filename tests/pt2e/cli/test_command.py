@@ -170,6 +170,7 @@ def test_json_is_alone_on_stdout(factory, capsys):
 @pytest.mark.slow_except("more1")
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="it is a device of Linux")
 @pytest.mark.parametrize("more", [[], ["--json"]])
+@pytest.mark.compiled_cases("more1")
 def test_no_place_for_the_result_is_one_line_and_status_2(more, tmp_path):
     with open("/dev/full", "w") as full:
         result = subprocess.run(

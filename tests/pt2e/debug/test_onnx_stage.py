@@ -14,6 +14,7 @@ from tests.stage_models import GRU, IDS, Normalized, stages
 @pytest.mark.slow_except("pt2mx")
 @GRU
 @pytest.mark.parametrize("target", ["pt2mx", "quark"])
+@pytest.mark.compiled_cases("pt2mx")
 def test_onnx_files(tmp_path, target):
     x = torch.randn(2, 32, 10, 10, generator=torch.Generator().manual_seed(0))
     exported, forms = stages(Normalized(), (x,), "mxfp8", "mxfp8")

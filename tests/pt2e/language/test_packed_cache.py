@@ -46,6 +46,7 @@ def steps(model, layers, ids, mask):
         pytest.param("gemma4", {"global_head_dim": 16}, "mxfp8", marks=pytest.mark.slow),  # layers share keys
     ],
 )
+@pytest.mark.compiled_cases("llama-*-mxfp8{8}")
 def test_codes_give_the_bits_of_the_prepared_model(family, fields, kv_cache):
     model, program = exported_decoder(family, **fields)
     layers, graph = layers_of(model), program.module()

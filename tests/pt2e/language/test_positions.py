@@ -39,6 +39,7 @@ def error(position):
 
 @pytest.mark.parametrize("family", ["gpt2", "opt", *(pytest.param(n, marks=pytest.mark.slow) for n in [*LIMITS][2:])])
 @torch.no_grad()
+@pytest.mark.compiled_cases("opt")
 def test_every_path_of_a_decoder(family):
     fields, limits = LIMITS[family]
     float_model, program = exported_decoder(family, **fields)

@@ -95,6 +95,7 @@ def test_the_interval_is_of_the_samples(net, metric):
     assert whole.tied == "", "float is better than the recipe"
 
 
+@pytest.mark.compiled
 def test_all_recipes_and_formats_and_the_stages(net):
     exported, batches = net
     stages = []
