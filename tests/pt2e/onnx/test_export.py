@@ -323,6 +323,7 @@ def dims_of(path, model, *arguments):
     }
 
 
+@pytest.mark.compiled
 def test_outputs_and_dimensions_keep_their_names(tmp_path):
     inputs = (torch.randn(4, 64), {"bias": torch.randn(6, 2)})
     for shapes in (({0: BATCH}, {"bias": {0: SEQUENCE}}), {"x": {0: BATCH}, "others": {"bias": {0: SEQUENCE}}}):
