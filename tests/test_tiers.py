@@ -3,10 +3,12 @@
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from tests.conftest import keep_part
 from tests.fresh_process import run_program
@@ -140,6 +142,11 @@ def test_the_representatives_of_the_table_run():
         collected = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
         missing = wanted - {line.partition("[")[0] for line in collected.splitlines()}
         assert not missing, (marks, missing)
+
+
+def test_precompiled_headers_of_inductor_outlive_this_process():
+    headers, own = Path(default_cache_dir()).resolve(), Path(tempfile.gettempdir()).resolve()
+    assert headers.is_dir() and not headers.is_relative_to(own)
 
 
 def test_each_test_is_in_one_part():
