@@ -115,12 +115,23 @@ _TRAINING = (
     argument("--distill-lr", type=float, metavar="RATE", help="with --distill: the highest rate (default: 2e-4)"),
     argument("--distill-decay", choices=DECAYS, help="with --distill: how the rate goes down (default: linear)"),
     argument("--distill-warmup", type=int, metavar="N", help="with --distill: steps of a rising rate (default: 0)"),
-    argument("--distill-accumulate", type=int, metavar="N", help="with --distill: blocks of a step (default: 1)"),
+    argument(
+        "--distill-accumulate",
+        type=int,
+        metavar="N",
+        help="with --distill: blocks of 512 tokens in a step, on each rank of torchrun (default: 1)",
+    ),
     argument(
         "--distill-recompute",
         action="store_true",
         default=None,
         help="with --distill: compute the activations of layers again for the gradient, which takes less memory",
+    ),
+    argument(
+        "--distill-compile",
+        action="store_true",
+        default=None,
+        help="with --distill: compile the models, which takes minutes and makes steps faster",
     ),
     argument(
         "--distill-checkpoint",
@@ -203,7 +214,9 @@ ARGUMENTS: dict[str, tuple[Argument, ...]] = {
             "--recipe; with --optimize",
         ),
         argument(
-            "--distill", metavar="TEXT", help="a text on which to train a language model to predict like in float"
+            "--distill",
+            metavar="TEXT",
+            help="train the quantized weights of a language model on this text, to predict like in float",
         ),
         *_TRAINING,
         argument("--output", default="out.pt2", help="a program, or for a language model a folder (default: out.pt2)"),

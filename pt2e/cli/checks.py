@@ -37,7 +37,7 @@ _OF_CHECKPOINTS = ("part", "allow_partial", "dtype")
 _OF_IMAGES = ("image_size", "mean", "std")
 _SIZE = re.compile(r"([1-9]\d{0,4})(?:x([1-9]\d{0,4}))?", re.ASCII)
 #: arguments of `pt2mx.distill`, and the options of `quantize` that give them
-_OF_DISTILL = ("epochs", "lr", "decay", "warmup", "accumulate", "recompute", "checkpoint")
+_OF_DISTILL = ("epochs", "lr", "decay", "warmup", "accumulate", "recompute", "compile", "checkpoint")
 TRAINING = tuple(f"distill_{name}" for name in _OF_DISTILL)
 #: options of `quantize` -> their values that ask for nothing: not for an ONNX file; for a language model alone
 _FOR_TORCH = {
@@ -111,6 +111,9 @@ _LEAST = {
     "max_length": 1,
     "fewshot": 0,
     "tensor_parallel": 1,
+    "distill_epochs": 1,
+    "distill_warmup": 0,
+    "distill_accumulate": 1,
 }
 
 
@@ -205,6 +208,7 @@ def _check_quantize(options: argparse.Namespace) -> None:
     if writes_folder(options):
         if options.anchor is not None:
             raise MXError("--anchor is for a program: give --output a name that ends in .pt2")
+        _check_training(options)
         return  # a language model
     _check_report(options, _files_of(options))
     if options.model.startswith("onnx:"):
@@ -215,6 +219,15 @@ def _check_quantize(options: argparse.Namespace) -> None:
         if getattr(options, name) != nothing:
             text = f"{option_of(name)} is for a language model: give --model hf:NAME, and --output a folder"
             raise MXError(text + "; or pt2mx.distill" * (name == "distill"))
+
+
+def _check_training(options: argparse.Namespace) -> None:
+    if options.distill is None and (given := [name for name in TRAINING if getattr(options, name) is not None]):
+        raise MXError(f"{option_of(given[0])} says how --distill trains: give --distill a text")
+    if options.distill is not None and options.tensor_parallel != 1:
+        raise MXError("--distill trains a whole model: leave --tensor-parallel out")
+    if options.distill_lr is not None and not 0 < options.distill_lr < math.inf:
+        raise MXError(f"--distill-lr {options.distill_lr:g} must be a finite number above 0")
 
 
 def _check_onnx_model(options: argparse.Namespace, path: str) -> None:

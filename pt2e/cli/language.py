@@ -39,8 +39,7 @@ from pt2mx.pt2e.models.gguf_model import gguf_in
 from pt2mx.pt2e.models.pretrained import checkpoint_values, load_language_model
 from pt2mx.pt2e.models.processors import FeatureExtractor
 from pt2mx.pt2e.models.tokenizers import load_processor, load_tokenizer
-from pt2mx.pt2e.optimize.schedule import Schedule
-from pt2mx.pt2e.optimize.training_checkpoint import check_folder
+from pt2mx.pt2e.optimize.training_checkpoint import make_folder
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 from pt2mx.pt2e.report.report import QuantizationReport, quantization_report
 
@@ -167,19 +166,14 @@ def _check_quantize(options: argparse.Namespace) -> None:
     if options.compile:
         raise MXError("--compile is for a program: `pt2mx generate --compile` compiles a language model")
     check_folder_name(options.output, options.model.removeprefix("hf:"))
-    if options.distill is None and (given := [name for name in TRAINING if getattr(options, name) is not None]):
-        raise MXError(f"{option_of(given[0])} says how --distill trains: give --distill a text")
-    if options.distill is not None and options.tensor_parallel != 1:
-        raise MXError("--distill trains a whole model: leave --tensor-parallel out")
 
 
 def _training(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the options of `pt2mx.distill` that are given, checked before the model loads."""
+    """Return the options of `pt2mx.distill` that are given; make the folder of a checkpoint before the model loads."""
+    if options.distill_checkpoint is not None:
+        make_folder(options.distill_checkpoint)
     given = {name.removeprefix("distill_"): getattr(options, name) for name in TRAINING}
-    training = {name: value for name, value in given.items() if value is not None}
-    Schedule(**{name: value for name, value in training.items() if name not in ("recompute", "checkpoint")})
-    check_folder(training.get("checkpoint"))
-    return training
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _check_layers(model: PreTrainedModel, destinations: Sequence[str]) -> None:

@@ -43,6 +43,11 @@ EXAMPLES = {
             "--model hf:HuggingFaceTB/SmolLM2-135M-Instruct --recipe mxfp4_decoder --output smollm2",
         ),
         (
+            "train the 4-bit weights on a text; the same command goes on after a stop",
+            "--model hf:SmolLM2 --recipe mxfp4 --optimize balanced --distill text.txt --distill-checkpoint state "
+            "--output trained",
+        ),
+        (
             "write a page with the error of every operator",
             "--model torchvision:resnet18 --recipe mxfp6 --report resnet18.html",
         ),

@@ -22,6 +22,7 @@ from pt2mx.pt2e.language.language_model import LanguageModel
 from pt2mx.pt2e.language.layers import layers_of
 from pt2mx.pt2e.language.quantize_encoder import float_inputs_of, tokens_of
 from pt2mx.pt2e.language.quantize_graph import (
+    check_training,
     decoder_program,
     only_unmatched_in_both,
     quantize_graph,
@@ -101,6 +102,7 @@ def quantize_language_model(
     check_model(model)
     for given in (texts, lessons):
         check_texts(given, model.config.get_text_config().vocab_size, model.main_input_name)
+    check_training(training or {}, len(lessons))
     stage("export")
     length = longest_text(model, length)
     layers = layers_of(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from pt2mx.algorithms.options import folded_rotation
+from pt2mx.errors import MXError, nearest
 from pt2mx.fx.graph.higher_order_ops import hop_calls
 from pt2mx.fx.graph.node import attribute_of
 from pt2mx.pt2e.flow.convert import convert_pt2e
@@ -26,11 +28,16 @@ from pt2mx.pt2e.language.packed_cache import layers_in, pack_cache
 from pt2mx.pt2e.observe.observer import MXObserver
 from pt2mx.pt2e.optimize.distill import distill
 from pt2mx.pt2e.optimize.fold_rotation import fold_rotations
-from pt2mx.pt2e.optimize.losses import kl_divergence
+from pt2mx.pt2e.optimize.losses import hold_out, kl_divergence
 from pt2mx.pt2e.optimize.optimize import optimize
+from pt2mx.pt2e.optimize.schedule import Schedule
 from pt2mx.pt2e.program.build_program import program_of
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 
+#: the options of `distill` that `training` takes
+_TRAINING = [
+    name for name, p in inspect.signature(distill).parameters.items() if p.kind is p.KEYWORD_ONLY and name != "slices"
+]
 #: operators that multiply two activations in a decoder
 _MATMULS = (
     torch.ops.aten.scaled_dot_product_attention.default,
@@ -70,6 +77,18 @@ def quantize_graph(
         distill(prepared, graph, lessons, _divergence_of_logits, **(training or {}))
     stage("convert")
     return convert_pt2e(prepared)
+
+
+def check_training(training: Mapping[str, Any], lessons: int) -> None:
+    """Raise an `MXError` for options of `distill` that would fail after the algorithms, on so many lessons."""
+    if unknown := [name for name in training if name not in _TRAINING]:
+        raise MXError(f"training has no option {unknown[0]!r}: {nearest(unknown[0], _TRAINING)}")
+    schedule = Schedule(**{name: training[name] for name in training if name in Schedule.__dataclass_fields__})
+    if training and not lessons:
+        raise MXError("training says how lessons train: give lessons, tokens to train on")
+    if lessons:
+        group = training.get("group")
+        schedule.steps(len(hold_out(lessons, torch.Generator())[0]), 1 if group is None else group.size())
 
 
 def _optimized(

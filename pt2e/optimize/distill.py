@@ -23,7 +23,7 @@ from pt2mx.pt2e.observe.fake_quantize import MXFakeQuantize
 from pt2mx.pt2e.optimize.layers import fill, layered, tensors_by_name
 from pt2mx.pt2e.optimize.losses import LOSS_SCALE, LOSSES, call_with_batch, check_batches, hold_out
 from pt2mx.pt2e.optimize.schedule import Schedule
-from pt2mx.pt2e.optimize.training_checkpoint import Checkpoint
+from pt2mx.pt2e.optimize.training_checkpoint import Checkpoint, identity
 
 
 def distill(
@@ -77,7 +77,8 @@ def distill(
             parameters of both models (FSDP2), and a step takes `accumulate` batches on each; all ranks give the same
             list of batches. Buffers that the model writes are those of the first rank.
         checkpoint: a folder, which each evaluation writes by torch.distributed.checkpoint. A call with the same
-            arguments goes on from there: with as many ranks to the bit, with others up to the order of sums.
+            arguments goes on from there: with as many ranks to the bit, with others up to the order of sums. Another
+            model, recipe, schedule, loss or text is an error.
         seed: seed for the choice of held-out batches, the order of the others, and dropout.
         progress: True shows a bar with the losses.
 
@@ -133,7 +134,9 @@ def distill(
     rank = 0 if group is None else group.rank()
     saved = None
     if checkpoint is not None:
-        saved = Checkpoint(checkpoint, {**schedule.settings(), "batches": len(batches)}, group)
+        name = getattr(chosen, "__name__", type(chosen).__name__)
+        settings = {**schedule.settings(), "loss": name, **identity(prepared, float_program, batches)}
+        saved = Checkpoint(checkpoint, settings, group)
     with _copied_tensors(models), torch.random.fork_rng(list(devices)):
         torch.manual_seed(seed + rank)  # each rank draws its own dropout
         trained, names = models, tensors_by_name(models)
@@ -167,8 +170,8 @@ class Distillation:
         # in float32, because small steps would be lost in 16 bits; a float32 parameter is its own master
         self.masters = {name: parameter.detach().float() for name, parameter in self.trained.items()}
         self.optimizer = torch.optim.Adam(self.masters.values())
-        # the least held-out loss, and the tensors with which it was reached
-        self.best = math.inf
+        # the held-out loss before training, the least one, and the tensors with which it was reached
+        self.before = self.best = math.inf
         self.state: dict[str, Tensor] = {}
 
     def run(self, schedule: Schedule, progress: bool, checkpoint: Checkpoint | None) -> None:
@@ -179,10 +182,8 @@ class Distillation:
         for _ in range(schedule.epochs):
             order += (train[i] for i in torch.randperm(len(train), generator=generator).tolist())
         together = schedule.accumulate * self.ranks
-        steps = -(-len(order) // together)
+        steps = schedule.steps(len(train), self.ranks)
         order += order * together  # fills the last step
-        if schedule.warmup >= steps:
-            raise MXError(f"warmup={schedule.warmup} must be less than the number of steps, which is {steps}")
         often = max(len(train) // schedule.evaluations // together, 1)
         seen = 0 if checkpoint is None else checkpoint.load(self)
         begun = seen // together
@@ -191,8 +192,10 @@ class Distillation:
             if not all(map(math.isfinite, before)):
                 shown = ", ".join(map(str, before))
                 raise MXError(f"the held-out loss is {shown} before training: look at inputs and outputs")
-            self.best, self.state = sum(before), self._state()
+            self.before = self.best = sum(before)
+            self.state = self._state()
         with tqdm(total=steps, initial=begun, disable=not progress or self.rank > 0, file=sys.stderr) as bar:
+            bar.set_postfix_str(f"held-out {self.before:.4g} before training")
             for step in range(begun, steps):
                 self.optimizer.param_groups[0]["lr"] = schedule.rate(step, steps)
                 chosen = order[step * together : (step + 1) * together]
@@ -202,7 +205,7 @@ class Distillation:
                     continue
                 self._share_buffers()
                 held_out_error = sum(self._held_out_errors(held_out))
-                bar.set_postfix_str(f"loss {error:.4g}, held-out {held_out_error:.4g}")
+                bar.set_postfix_str(f"loss {error:.4g}, held-out {held_out_error:.4g}, {self.before:.4g} before")
                 if held_out_error < self.best:
                     self.best, self.state = held_out_error, self._state()
                 if checkpoint is not None:

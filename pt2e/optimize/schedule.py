@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from numbers import Real
 
-from pt2mx.errors import MXError, nearest
+from pt2mx.errors import MXError, check_integer, nearest
 
 #: how a rate decays: the share of the steps behind it -> the factor of the rate
 DECAYS: dict[str, Callable[[float], float]] = {
@@ -14,6 +15,9 @@ DECAYS: dict[str, Callable[[float], float]] = {
     "cosine": lambda share: (1 + math.cos(math.pi * share)) / 2,
     "constant": lambda share: 1.0,
 }
+
+#: setting -> the least integer that it takes
+_LEAST = {"epochs": 1, "warmup": 0, "accumulate": 1, "evaluations": 1}
 
 
 @dataclass(frozen=True)
@@ -39,15 +43,23 @@ class Schedule:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.epochs < 1 or not 0 < self.lr < math.inf:
-            raise MXError(f"epochs={self.epochs} must be at least 1, and lr={self.lr} above 0 and finite")
+        for name, least in _LEAST.items():
+            check_integer(name, getattr(self, name), least)
+        if not isinstance(self.lr, Real) or not 0 < self.lr < math.inf:
+            raise MXError(f"lr={self.lr!r} must be a finite number above 0")
         if self.decay not in DECAYS:
             raise MXError(f"unknown decay {self.decay!r}: {nearest(str(self.decay), list(DECAYS))}")
-        if self.warmup < 0 or self.accumulate < 1 or self.evaluations < 1:
-            raise MXError(
-                f"warmup={self.warmup} must be at least 0, accumulate={self.accumulate} and "
-                f"evaluations={self.evaluations} at least 1"
-            )
+
+    def steps(self, batches: int, ranks: int) -> int:
+        """Return the number of steps of a training on so many batches an epoch, shared by the ranks.
+
+        Raises:
+            MXError: where the warm-up is no shorter.
+        """
+        steps = -(-self.epochs * batches // (self.accumulate * ranks))
+        if self.warmup >= steps:
+            raise MXError(f"warmup={self.warmup} must be less than the number of steps, which is {steps}")
+        return steps
 
     def rate(self, step: int, steps: int) -> float:
         """Return the rate of a step of `steps`."""

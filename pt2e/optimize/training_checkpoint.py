@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,20 +15,51 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
 
 from pt2mx.errors import MXError
+from pt2mx.pt2e.observe.fake_quantize import MXFakeQuantize
 
 if TYPE_CHECKING:
     from pt2mx.pt2e.optimize.distill import Distillation
 
 #: what Adam keeps of a parameter
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+#: values of each weight that tell a float program from another
+_FEW = 256
 
 
-def check_folder(folder: str | Path | None) -> None:
-    """Raise an MXError for a path that is no folder and cannot become one."""
-    if folder is not None and Path(folder).exists() and not Path(folder).is_dir():
-        raise MXError(f"checkpoint {str(folder)!r} is a file: name a folder, which may be missing")
+def make_folder(folder: str | Path) -> None:
+    """Make the folder of a checkpoint where it is missing, before a training that would end with an error."""
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MXError(f"checkpoint {str(folder)!r} cannot be a folder: {error.strerror}; name another one") from None
+
+
+def identity(prepared: GraphModule, float_program: object, batches: Sequence[object]) -> dict[str, object]:
+    """Return what tells a training from another with the same settings: its formats, and checksums of the float weights
+    and of the first batch.
+
+    Of a float input only the shape counts: each run may draw it anew.
+    """
+    formats = Counter(str(module.spec) for module in prepared.modules() if isinstance(module, MXFakeQuantize))
+    weights = list(float_program.parameters()) if isinstance(float_program, GraphModule) else []
+    first = [leaf for leaf in pytree.tree_leaves(batches[0]) if isinstance(leaf, Tensor)]
+    return {
+        "formats": " + ".join(f"{count} {spec}" for spec, count in sorted(formats.items())),
+        "float weights": _checksum([weight.detach().flatten()[:_FEW] for weight in weights]),
+        "batches": len(batches),
+        "first batch": _checksum([x if not x.is_floating_point() else torch.tensor(x.shape) for x in first]),
+    }
+
+
+def _checksum(tensors: Sequence[Tensor]) -> int:
+    checksum = 0
+    for tensor in tensors:
+        checksum = zlib.crc32(tensor.cpu().reshape(-1).view(torch.uint8).numpy().tobytes(), checksum)
+    return checksum
 
 
 class Checkpoint:
@@ -41,8 +74,9 @@ class Checkpoint:
     """
 
     def __init__(self, folder: str | Path, settings: Mapping[str, object], group: dist.ProcessGroup | None) -> None:
-        check_folder(folder)
-        self._folder, self._settings = Path(folder), str(dict(settings))
+        make_folder(folder)
+        self._folder = Path(folder)
+        self._settings = "\n".join(f"{name}={value!r}" for name, value in settings.items())
         self._ranks: dict[str, Any] = {"process_group": group, "no_dist": group is None}
 
     def load(self, training: Distillation) -> int:
@@ -52,17 +86,18 @@ class Checkpoint:
             return 0
         settings = {"settings": ""}
         self._read(settings, newest)
-        if settings["settings"] != self._settings:
+        saved, given = (text.splitlines() for text in (settings["settings"], self._settings))
+        if saved != given:
+            theirs, own = (", ".join(line for line in a if line not in b) for a, b in ((saved, given), (given, saved)))
             raise MXError(
-                f"{str(self._folder)!r} holds a training by {settings['settings']}, not {self._settings}: give the "
-                "same settings, or another folder"
+                f"{str(self._folder)!r} holds a training with {theirs}, not {own}: give the same, or another folder"
             )
-        saved = dcp.FileSystemReader(newest).read_metadata().state_dict_metadata
-        if absent := [name for name in training.masters if f"master.{name}" not in saved]:
+        kept = dcp.FileSystemReader(newest).read_metadata().state_dict_metadata
+        if absent := [name for name in training.masters if f"master.{name}" not in kept]:
             raise MXError(f"{str(self._folder)!r} holds the training of another model: without {absent[0]!r}")
         # a graph of layers has no buffers that nothing reads; they, and random numbers of other ranks, stay as they are
         training.state = {name: tensor.detach().clone() for name, tensor in training.names.items()}
-        state = {name: value for name, value in self._state(training).items() if name in saved}
+        state = {name: value for name, value in self._state(training).items() if name in kept}
         self._read(state, newest)
         for name, master in training.masters.items():
             training.trained[name].detach().copy_(master)
@@ -70,7 +105,7 @@ class Checkpoint:
                 "step": state[f"step.{name}"],
                 **{moment: state[f"{moment}.{name}"] for moment in _MOMENTS},
             }
-        training.best = state["best"]
+        training.before, training.best = state["before"], state["best"]
         if f"random.{training.rank}" in state:
             _set_random_state(state[f"random.{training.rank}"])
         return int(newest.name)
@@ -95,7 +130,7 @@ class Checkpoint:
             dcp.load(state, checkpoint_id=folder, **self._ranks)
 
     def _state(self, training: Distillation) -> dict[str, Any]:
-        state: dict[str, Any] = {"settings": self._settings, "best": training.best}
+        state: dict[str, Any] = {"settings": self._settings, "before": training.before, "best": training.best}
         state[f"random.{training.rank}"] = _random_state()
         for name, master in training.masters.items():
             moments = training.optimizer.state.get(master, {})

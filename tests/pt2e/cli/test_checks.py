@@ -43,6 +43,12 @@ WRONG = {
     "generate nowhere --dtype bfloat16": "--dtype is for the checkpoint of --float: give it, too",
     "perplexity nowhere --text a --recipe mxfp8 mxfp44": "no recipe 'mxfp44'",
     "quantize --model minilm --recipe mxfp8 --calibration no": "no file or folder 'no': give a folder of batches",
+    "quantize --model hf:a/b --recipe mxfp8 --output o --distill . --distill-lr nan": "--distill-lr nan must be a "
+    "finite number above 0",
+    "quantize --model hf:a/b --recipe mxfp8 --output o --distill . --distill-warmup -1": "--distill-warmup -1 must "
+    "be at least 0",
+    "quantize --model hf:a/b --recipe mxfp8 --output o --distill-lr 1": "--distill-lr says how --distill trains",
+    "quantize --model hf:a/b --recipe mxfp8 --output o --distill . --tensor-parallel 2": "--distill trains a whole",
     "quantize --model hf:a/b --recipe mxfp8 --output o --distill no": "no file or folder 'no': give a text file",
     "quantize --model none.py:make --recipe mxfp8": "no file 'none.py': give module.py:factory",
     "quantize --model hf:./no --recipe mxfp8": "no file or folder './no': give a checkpoint's folder, a GGUF file, or",

@@ -174,20 +174,12 @@ def test_perplexity_of_a_checkpoint_in_a_narrower_dtype(place, run):
         ((*QUANTIZE, "hf:llama", "--output", "o", "--compile"), "--compile is for a program"),
         ((*QUANTIZE, "hf:llama", "--output", "o", "--distill", "none.txt"), "no file or folder 'none.txt'"),
         (
-            (*QUANTIZE, "hf:llama", "--output", "o", "--distill-lr", "1e-3"),
-            "--distill-lr says how --distill trains: give",
-        ),
-        (
-            (*QUANTIZE, "hf:llama", "--output", "o", "--distill", "text.txt", "--distill-epochs", "0"),
-            "epochs=0 must be at least 1",
-        ),
-        (
             (*QUANTIZE, "hf:llama", "--output", "o", "--distill", "text.txt", "--distill-checkpoint", "text.txt"),
-            "checkpoint 'text.txt' is a file: name a folder",
+            "checkpoint 'text.txt' cannot be a folder: File exists; name another one",
         ),
         (
-            (*QUANTIZE, "hf:llama", "--output", "o", "--distill", "text.txt", "--tensor-parallel", "2"),
-            "--distill trains a whole model",
+            (*QUANTIZE, "hf:llama", "--output", "o", "--distill", "text.txt", "--distill-warmup", "9"),
+            "warmup=9 must be less than the number of steps, which is 1",
         ),
         ((*QUANTIZE, "hf:llama", "--output", "o.pt2", "--distill", "text.txt"), "--distill is for a language model"),
         ((*QUANTIZE, "hf:nowhere", "--output", "o"), "no language model"),

@@ -115,6 +115,25 @@ def test_lessons_are_for_decoders_of_text():
         quantize_language_model(tiny_decoder("llama"), MXQuantizer(), lessons=[torch.ones(4)])
 
 
+@pytest.mark.parametrize(
+    ("lessons", "training", "message"),
+    [
+        (9, {"learning_rate": 1e-3}, "training has no option 'learning_rate': .*allowed: epochs, lr, "),
+        (9, {"decay": "cosin"}, "unknown decay 'cosin': did you mean 'cosine'"),
+        (9, {"warmup": 7}, "warmup=7 must be less than the number of steps, which is 7"),
+        (0, {"lr": 1e-3}, "training says how lessons train: give lessons"),
+    ],
+)
+def test_training_is_checked_before_the_export(lessons, training, message):
+    stages = []
+    with pytest.raises(MXError, match=message):
+        texts = [torch.ones(1, 4, dtype=torch.long)] * lessons
+        quantize_language_model(
+            tiny_decoder("llama"), MXQuantizer(), stage=stages.append, lessons=texts, training=training
+        )
+    assert not stages
+
+
 ROTATION = MXQuantizer.from_recipe("mxfp4_weight_only").set_algorithms({"rotation": {"online": False}})
 
 

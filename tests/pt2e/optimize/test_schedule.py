@@ -22,11 +22,19 @@ def test_rates(decay, warmup, rates):
     ("name", "value", "message"),
     [
         ("decay", "cosin", "unknown decay 'cosin': did you mean 'cosine'"),
-        ("warmup", -1, "warmup=-1 must be at least 0"),
-        ("accumulate", 0, "accumulate=0 and evaluations=4 at least 1"),
-        ("lr", float("nan"), "lr=nan above 0 and finite"),
+        ("warmup", -1, "warmup=-1 must be an integer of at least 0"),
+        ("epochs", 2.5, "epochs=2.5 must be an integer of at least 1"),
+        ("accumulate", 0, "accumulate=0 must be an integer of at least 1"),
+        ("lr", float("nan"), "lr=nan must be a finite number above 0"),
+        ("lr", "1e-3", "lr='1e-3' must be a finite number above 0"),
     ],
 )
 def test_bad_settings(name, value, message):
     with pytest.raises(MXError, match=message):
         Schedule(**{name: value})
+
+
+def test_steps():
+    assert Schedule(epochs=2, accumulate=2).steps(9, 2) == 5
+    with pytest.raises(MXError, match="warmup=9 must be less than the number of steps, which is 9"):
+        Schedule(warmup=9).steps(9, 1)

@@ -73,23 +73,52 @@ def test_it_goes_on_with_the_same_steps(tmp_path, dtype, recompute):
 
 def test_other_settings_are_refused(tmp_path):
     trained(tmp_path)
-    with pytest.raises(MXError, match=r"holds a training by .*'decay': 'linear'.*, not .*'cosine'.*: give the same"):
+    with pytest.raises(MXError, match="holds a training with decay='linear', not decay='cosine': give the same, or"):
         trained(tmp_path, decay="cosine")
 
 
-def test_a_file_is_refused(tmp_path):
-    file = tmp_path / "file"
-    file.touch()
-    with pytest.raises(MXError, match="file' is a file: name a folder"):
-        trained(file)
+@pytest.mark.parametrize("name", ["file", "file/folder"])
+def test_a_file_is_refused(tmp_path, name):
+    (tmp_path / "file").touch()
+    with pytest.raises(MXError, match=f"{name}' cannot be a folder: .*; name another one"):
+        trained(tmp_path / name)
 
 
-def test_another_model_is_refused(tmp_path):
-    trained(tmp_path)
-    exported = torch.export.export(nn.Linear(32, 32), (torch.ones(2, 32),)).module()
+def tokens(last=0):
+    return [torch.tensor([[1, 2, last]]) for _ in range(9)]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "weight", "batches", "differing"),
+    [
+        ("mxfp8", 1.0, tokens(), "formats='2 mxfp4_e2m1"),
+        ("mxfp4_weight_only", 0.5, tokens(), "float weights="),
+        ("mxfp4_weight_only", 1.0, tokens(3), "first batch="),
+        ("mxfp4_weight_only", 1.0, tokens() * 2, "batches=9"),
+    ],
+)
+def test_another_training_is_refused(tmp_path, recipe, weight, batches, differing):
+    def train(recipe, weight, batches):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(4, 32), nn.Linear(32, 32))
+        nn.init.constant_(model[1].weight, weight)
+        exported = torch.export.export(model, (batches[0],)).module()
+        prepared = pt2mx.prepare_qat_pt2e(exported, MXQuantizer.from_recipe(recipe))
+        distill(prepared, exported, batches, checkpoint=tmp_path)
+
+    train("mxfp4_weight_only", 1.0, tokens())
+    train("mxfp4_weight_only", 1.0, tokens())
+    with pytest.raises(MXError, match=f"holds a training with {differing}"):
+        train(recipe, weight, batches)
+
+
+def test_tensors_that_the_checkpoint_lacks(tmp_path):
+    exported, batches = net()
     prepared = pt2mx.prepare_qat_pt2e(exported, QUANTIZER)
-    with pytest.raises(MXError, match="holds the training of another model: without 'weight'"):
-        distill(prepared, exported, [torch.ones(2, 32)] * 9, lr=1e-3, epochs=2, checkpoint=tmp_path)
+    distill(prepared, exported, batches, checkpoint=tmp_path)
+    prepared.register_parameter("other", nn.Parameter(torch.ones(1)))
+    with pytest.raises(MXError, match="holds the training of another model: without 'other'"):
+        distill(prepared, exported, batches, checkpoint=tmp_path)
 
 
 def train_on_rank(rank, folder):
