@@ -20,6 +20,7 @@ DOCUMENTS = [
     *READMES,
     ROOT / "CONTRIBUTING.md",
     ROOT / "pt2e" / "checkpoints" / "serving.md",
+    ROOT / "pt2e" / "optimize" / "training.md",
     ROOT / "notebooks" / "from_other_libraries.md",
 ]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))

@@ -1,7 +1,10 @@
 """The documents and notebooks say what is so: their code runs, their tables equal the data, what they name exists."""
 
 import importlib
+import os
 import re
+import subprocess
+import sys
 from fnmatch import fnmatch
 from pathlib import Path
 
@@ -77,6 +80,24 @@ def test_code_runs_as_pasted(path, line, code, packages, tmp_path, warning_filte
         if "class Classifier" in code:
             _, table = finished.out.split("\n", 1)
             assert table.startswith("module") and table in path.read_text()
+
+
+@pytest.mark.slow
+def test_commands_of_the_training_page(tmp_path):
+    """They run in the folder of the first block of code, and the trained model is nearer to the float one."""
+    page = ROOT / "pt2e" / "optimize" / "training.md"
+    (_, _, code), *_ = blocks(page, "python")
+    (tmp_path / "make.py").write_text(code)
+    commands = ["python make.py", *(text for _, _, text in blocks(page, "bash"))]
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    here = {**os.environ, "PATH": path, "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"}  # torchrun leaves a folder
+    script = "set -e\n" + "\n".join(commands)
+    finished = subprocess.run(["bash", "-c", script], cwd=tmp_path, env=here, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
+    tables = re.findall(r"^(rounded|trained) +[\d.]+ +([\d.e-]+)", finished.stdout, re.MULTILINE)
+    divergence = {name: float(value) for name, value in tables}
+    assert 0 < divergence["trained"] < 0.8 * divergence["rounded"]
+    assert (tmp_path / "trained-by-two" / "program.pt2").is_file()
 
 
 def test_readme_has_the_whole_flow():
