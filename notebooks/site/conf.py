@@ -21,14 +21,8 @@ SITE = Path(__file__).parent
 
 project = "pt2mx"
 root_doc = "README"
-include_patterns = [
-    "*.md",
-    "notebooks/**",
-    "pt2e/**/*.md",
-    "**/README.md",
-    "tests/**/results.md",
-    "tests/engines/sglang.md",
-]
+include_patterns = ["*.md", "notebooks/**", "pt2e/**/*.md", "**/README.md", "tests/neighbours/results.md"]
+include_patterns += ["tests/engines/sglang.md", "tests/engines/vllm/results.md", "tests/benchmarks/peers/results.md"]
 # pt2mx/fx, pt2mx/pt2e and pt2mx/configs are links to the folders of the root
 exclude_patterns = ["pt2mx/fx", "pt2mx/pt2e", "pt2mx/configs", "build", ".*", "**/*.py", "notebooks/site/navigation.md"]
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sphinx_copybutton"]
