@@ -44,8 +44,8 @@ EXAMPLES = {
         ),
         (
             "train the 4-bit weights on a text; the same command goes on after a stop",
-            "--model hf:SmolLM2 --recipe mxfp4 --optimize balanced --distill text.txt --distill-checkpoint state "
-            "--output trained",
+            "--model hf:HuggingFaceTB/SmolLM2-135M-Instruct --recipe mxfp4 --optimize balanced --distill text.txt "
+            "--distill-checkpoint state --output trained",
         ),
         (
             "write a page with the error of every operator",
