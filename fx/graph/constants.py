@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
 
@@ -51,6 +51,24 @@ def constant_nodes(graph: Graph, is_pure: Callable[[Node], bool] = lambda node: 
         if constant and node not in written:
             constants.add(node)
     return constants
+
+
+def parameters_behind(node: Node) -> set[nn.Parameter]:
+    """Return the parameters that a node is computed from; none if it is also computed from an input of the model."""
+    model = model_of(node.graph)
+    pending, seen, found = [node], {node}, set[nn.Parameter]()
+    while pending:
+        current = pending.pop()
+        if current.op == "get_attr":
+            attribute = attribute_of(model, current)
+            if isinstance(attribute, nn.Parameter):
+                found.add(attribute)
+        elif not current.all_input_nodes:
+            return set()
+        before = set(current.all_input_nodes) - seen
+        seen |= before
+        pending += before
+    return found
 
 
 def mark_constants(model: GraphModule) -> None:

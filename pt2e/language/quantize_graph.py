@@ -7,18 +7,18 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from pt2mx.algorithms.options import folded_rotation
 from pt2mx.errors import MXError, nearest
+from pt2mx.fx.graph.constants import parameters_behind
 from pt2mx.fx.graph.higher_order_ops import hop_calls
-from pt2mx.fx.graph.node import attribute_of
 from pt2mx.pt2e.flow.convert import convert_pt2e
 from pt2mx.pt2e.flow.prepare import prepare_pt2e, prepare_qat_pt2e
 from pt2mx.pt2e.flow.weights import carry_notes
@@ -160,26 +160,8 @@ def without_activation_matmuls(quantizer: MXQuantizer) -> MXQuantizer:
     accepts = quantizer.filter_function
 
     def has_weight(node: Node) -> bool | str:
-        if node.target in _MATMULS and not any(map(_is_weight, node.all_input_nodes)):
+        if node.target in _MATMULS and not any(map(parameters_behind, node.all_input_nodes)):
             return "its operands are activations alone, which stay in float in a language model"
         return accepts is None or accepts(node)
 
     return copy.copy(quantizer).set_filter_function(has_weight)
-
-
-def _is_weight(operand: Node) -> bool:
-    """Return whether a node is computed from the model's own tensors alone, a parameter among them."""
-    model = cast(GraphModule, operand.graph.owning_module)
-    reads_parameter = False
-    pending, seen = [operand], set[Node]()
-    while pending:
-        node = pending.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if node.op == "get_attr":
-            reads_parameter |= isinstance(attribute_of(model, node), nn.Parameter)
-        elif not node.all_input_nodes:
-            return False  # an input of the model
-        pending += node.all_input_nodes
-    return reads_parameter

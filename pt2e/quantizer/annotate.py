@@ -5,7 +5,7 @@ a matmul reduces, for values the key length. Then a block holds several tokens, 
 influence its scale: in a causal model the last token would change the results of the first ones, and the old content of
 a cache would change a new prompt. So by default the blocks of values run along the head dimension, within one token.
 
-Two kinds of matmuls stay in high precision under the global setting; a more specific setting quantizes them.
+Three kinds of matmuls stay in high precision under the global setting; a more specific setting quantizes them.
 
 Angles: random Fourier features (Tancik et al., "Fourier Features Let Networks Learn High Frequency Functions in Low
 Dimensional Domains", 2020) are the sine and cosine of coordinates times a constant matrix. An error of a few percent in
@@ -13,13 +13,15 @@ an angle of many turns gives a random result, and the matrix has only a few hund
 
 Factors of a weight: a matmul of constants that computes a weight (a low-rank update) runs at conversion. Quantizing its
 factors too would add their noise, and save nothing.
+
+Routers: a matmul whose result chooses the experts of a token has few values, and an error changes the choice.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -60,6 +62,9 @@ Arguments = list[tuple[Operand, Node | None]]
 
 #: the remark of a report on values in blocks along the key length
 REMARK = "value in blocks along the key length: masked, padded and later tokens change a block's scale"
+
+#: why a router stays in high precision
+ROUTER = "a router: it chooses the experts of a token"
 
 _SOFTMAX = frozenset({
     "softmax", "_softmax", "special_softmax", "_safe_softmax", "log_softmax", "_log_softmax", "special_log_softmax",
@@ -106,16 +111,19 @@ class Plan:
         return bool(self.inputs) or self.output is not None
 
 
-def plan_choice(node: Node, choice: Choice, constants: set[Node]) -> Plan:
+def plan_choice(node: Node, choice: Choice, constants: set[Node], routers: Container[Node]) -> Plan:
     """Apply what the settings say of a call of a quantizable operator, without annotating the graph.
 
     Args:
         node: the call.
         choice: what the settings say.
         constants: as in `plan_operator`.
+        routers: the calls that choose experts.
     """
     arguments = arguments_of(node)
-    reason = default_exclusion(node, arguments, constants) if choice.is_general else None
+    reason = None
+    if choice.is_general:
+        reason = ROUTER if node in routers else default_exclusion(node, arguments, constants)
     if choice.config is None or reason is not None:
         return Plan(node, None, {}, None, (reason or choice.reason,))
     return plan_operator(node, choice.config, arguments, constants)

@@ -180,6 +180,12 @@ _CELL = (
 _CELL_HIDDEN = (*_CELL, Operand("hidden", 1, "activation", -1))
 _LSTM_CELL = (*_CELL, Operand("hidden", 1, "activation", -1, 0))
 
+#: matmuls of rows that are sorted by expert: (tokens, in) x (experts, in, out), and the ends of the experts' rows
+GROUPED: dict[str, Row] = {
+    "aten._grouped_mm": (*_MATMUL, Operand("bias", 3, "bias", -1)),
+    "transformers.grouped_mm_fallback": _MATMUL,
+}
+
 #: name of an operator (`operator_name`) -> its operands
 OPERANDS: dict[str, Row] = {
     "aten.linear": _LINEAR,
@@ -204,9 +210,7 @@ OPERANDS: dict[str, Row] = {
     "aten.linalg_vecdot": _vecdot,
     "aten.tensordot": _tensordot,
     "aten.einsum": _einsum,
-    # the experts of a mixture: (tokens, in) x (experts, in, out)
-    "aten._grouped_mm": (*_MATMUL, Operand("bias", 3, "bias", -1)),
-    "transformers.grouped_mm_fallback": _MATMUL,
+    **GROUPED,
     **dict.fromkeys(("aten.conv1d", "aten.conv1d.padding", "aten.conv2d", "aten.conv2d.padding"), _convolution),
     **dict.fromkeys(("aten.conv3d", "aten.conv3d.padding", "aten.conv_transpose1d"), _convolution),
     **dict.fromkeys(("aten.conv_transpose2d.input", "aten.conv_transpose3d.input"), _convolution),

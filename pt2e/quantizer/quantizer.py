@@ -24,6 +24,7 @@ from pt2mx.fx.graph.source_node import propagate_module_stack
 from pt2mx.pt2e.observe.torchao_pt2e import Q_ANNOTATION_KEY, Quantizer
 from pt2mx.pt2e.quantizer import recipe
 from pt2mx.pt2e.quantizer.annotate import REASON_KEY, Plan, annotate_operators, plan_choice
+from pt2mx.pt2e.quantizer.experts import routers
 from pt2mx.pt2e.quantizer.config import Config, MXQuantizationConfig, checked_config, checked_spec
 from pt2mx.pt2e.quantizer.operators import (
     CACHE_WRITE,
@@ -792,7 +793,8 @@ class MXQuantizer(Quantizer):
             else:
                 candidates.append(node)
         sites = sites_of(candidates, constants, calls)
-        plans = self.plan(sites, ordered, lambda node, choice: plan_choice(node, choice, constants))
+        chosen_by: set[Node] = set().union(*[routers(graph.graph) for graph in graphs])
+        plans = self.plan(sites, ordered, lambda node, choice: plan_choice(node, choice, constants, chosen_by))
         annotate_operators(plans.values())
         _warn_unknown_operands(plans.values())
         return model
