@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,12 @@ from pt2mx.fx.graph.aliasing import written_storages
 from pt2mx.fx.graph.tensors import replaced
 from pt2mx.pt2e.flow.prepare import PreparedModule
 from pt2mx.pt2e.observe.fake_quantize import MXFakeQuantize
+from pt2mx.pt2e.optimize.expert_steps import initial_state, step_experts
 from pt2mx.pt2e.optimize.layers import fill, layered, tensors_by_name
 from pt2mx.pt2e.optimize.losses import LOSS_SCALE, LOSSES, call_with_batch, check_batches, hold_out
 from pt2mx.pt2e.optimize.schedule import Schedule
 from pt2mx.pt2e.optimize.training_checkpoint import Checkpoint, identity
+from pt2mx.pt2e.quantizer.experts import expert_parameters
 
 
 def distill(
@@ -49,8 +51,9 @@ def distill(
     """Train a prepared model to reproduce the outputs of the float program ("self-distillation").
 
     Adam trains all parameters that require a gradient, in float32 whatever their dtype, with a rate that decays to
-    zero. It holds out one batch of eight, at most 64 batches, and keeps the step that is best on these. Weights that
-    `optimize` rounded lie exactly on the MX grid, so that training starts from the optimized model.
+    zero. An expert that sees no token in a step keeps its weights, biases and momentum. One batch of eight is held
+    out, at most 64 batches, and the step that is best on these is kept. Weights that `optimize` rounded lie exactly on
+    the MX grid, so that training starts from the optimized model.
 
     Args:
         prepared: what `prepare_qat_pt2e` returned, preferably for an optimized model. It is trained in place; its
@@ -140,12 +143,14 @@ def distill(
     with _copied_tensors(models), torch.random.fork_rng(list(devices)):
         torch.manual_seed(seed + rank)  # each rank draws its own dropout
         trained, names = models, tensors_by_name(models)
+        of_experts = expert_parameters(prepared)
+        experts = {name for name, p in prepared.named_parameters(remove_duplicate=False) if p in of_experts}
         if in_layers:
             student, names = layered(prepared, recompute, compile, group)
             trained = [student]
             if isinstance(float_program, GraphModule):
                 float_program, _ = layered(float_program, False, compile, group)
-        Distillation(trained, float_program, batches, chosen, names, group).run(schedule, progress, saved)
+        Distillation(trained, float_program, batches, chosen, names, group, experts).run(schedule, progress, saved)
         if in_layers:
             fill(prepared, names)
     return prepared
@@ -162,6 +167,7 @@ class Distillation:
         loss: Callable[[object, object], Tensor],
         names: dict[str, Tensor],
         group: dist.ProcessGroup | None,
+        experts: Set[str],
     ) -> None:
         self.models, self.float_program, self.batches, self.loss = models, float_program, batches, loss
         self.names, self.group = names, group
@@ -170,6 +176,9 @@ class Distillation:
         # in float32, because small steps would be lost in 16 bits; a float32 parameter is its own master
         self.masters = {name: parameter.detach().float() for name, parameter in self.trained.items()}
         self.optimizer = torch.optim.Adam(self.masters.values())
+        self.experts = experts & self.masters.keys()
+        for name in self.experts:
+            self.optimizer.state[self.masters[name]] = initial_state(self.masters[name])
         # the held-out loss before training, the least one, and the tensors with which it was reached
         self.before = self.best = math.inf
         self.state: dict[str, Tensor] = {}
@@ -230,9 +239,16 @@ class Distillation:
                     raise MXError("the loss has no gradient: compute it from the outputs of the prepared model")
                 (error * (LOSS_SCALE / len(batches))).backward()
                 errors.append(error.detach())
+        (group,) = self.optimizer.param_groups
         for name, master in self.masters.items():
             gradient = self.trained[name].grad
-            master.grad = None if gradient is None else gradient.float()
+            if gradient is None:
+                continue
+            if name in self.experts:
+                state = self.optimizer.state[master]
+                step_experts(master, gradient.float(), state, group["lr"], group["betas"], group["eps"])
+            else:
+                master.grad = gradient.float()
         self.optimizer.step()
         self.optimizer.zero_grad()
         self._forget_gradients()

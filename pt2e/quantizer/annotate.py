@@ -5,7 +5,8 @@ a matmul reduces, for values the key length. Then a block holds several tokens, 
 influence its scale: in a causal model the last token would change the results of the first ones, and the old content of
 a cache would change a new prompt. So by default the blocks of values run along the head dimension, within one token.
 
-Three kinds of matmuls stay in high precision under the global setting; a more specific setting quantizes them.
+Three kinds of matmuls stay in high precision under the global setting; a more specific setting quantizes them, of
+routers one that names a module.
 
 Angles: random Fourier features (Tancik et al., "Fourier Features Let Networks Learn High Frequency Functions in Low
 Dimensional Domains", 2020) are the sine and cosine of coordinates times a constant matrix. An error of a few percent in
@@ -63,6 +64,8 @@ Arguments = list[tuple[Operand, Node | None]]
 #: the remark of a report on values in blocks along the key length
 REMARK = "value in blocks along the key length: masked, padded and later tokens change a block's scale"
 
+#: the kinds of settings that name no module, and so no router
+_ANY_MODULE = frozenset({"operator_type", "small_weights"})
 #: why a router stays in high precision
 ROUTER = "a router: it chooses the experts of a token"
 
@@ -121,9 +124,9 @@ def plan_choice(node: Node, choice: Choice, constants: set[Node], routers: Conta
         routers: the calls that choose experts.
     """
     arguments = arguments_of(node)
-    reason = None
-    if choice.is_general:
-        reason = ROUTER if node in routers else default_exclusion(node, arguments, constants)
+    reason = default_exclusion(node, arguments, constants) if choice.is_general else None
+    if node in routers and all(kind in _ANY_MODULE for kind, _ in choice.matching):
+        reason = ROUTER
     if choice.config is None or reason is not None:
         return Plan(node, None, {}, None, (reason or choice.reason,))
     return plan_operator(node, choice.config, arguments, constants)
