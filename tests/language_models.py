@@ -209,7 +209,7 @@ def round_weights(model):
                 continue  # it is indexed, not looked up
             if isinstance(module, nn.Linear | nn.Embedding):
                 module.weight.copy_(pt2mx.fake_quantize_mx(module.weight, spec))
-            elif type(module).__name__.endswith(("Experts", "Router")):
+            elif type(module).__name__.endswith(("Experts", "HashRouter")):  # other routers stay in float
                 for weight in module.parameters():
                     weight.copy_(pt2mx.fake_quantize_mx(weight, spec))
             elif type(module).__name__.endswith(("HyperConnection", "HyperHead")):

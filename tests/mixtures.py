@@ -5,7 +5,9 @@ from torch import Tensor, nn
 
 from pt2mx.extras import import_extra
 
-import_extra("transformers.integrations.moe", "hf")  # its operator of float32, which torch.export takes in bfloat16 alone
+import_extra(
+    "transformers.integrations.moe", "hf"
+)  # its operator of float32, which torch.export takes in bfloat16 alone
 
 EXPERTS, CHOSEN, WIDTH = 4, 2, 32
 
@@ -23,7 +25,10 @@ class Mixture(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.router = nn.Linear(WIDTH, EXPERTS)
-        self.up, self.up_bias = nn.Parameter(torch.randn(EXPERTS, WIDTH, 64) / 6), nn.Parameter(torch.randn(EXPERTS, 64))
+        self.up, self.up_bias = (
+            nn.Parameter(torch.randn(EXPERTS, WIDTH, 64) / 6),
+            nn.Parameter(torch.randn(EXPERTS, 64)),
+        )
         self.down = nn.Parameter(torch.randn(EXPERTS, 64, WIDTH) / 8)
         self.down_bias = nn.Parameter(torch.randn(EXPERTS, WIDTH))
 
@@ -53,7 +58,7 @@ class Mixtures(nn.Module):
 
 
 def mixtures(dtype: torch.dtype = torch.float32) -> Mixtures:
-    """Return a model whose first layer gives its last expert the tokens that begin with 1, and none that begin with 0."""
+    """Return a model whose first layer has a last expert for tokens that begin with 1 alone, not with 0."""
     torch.manual_seed(0)
     model = Mixtures().eval()
     router = model.layers[0].router

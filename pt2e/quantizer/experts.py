@@ -42,8 +42,8 @@ def _choices(graph: Graph) -> Iterator[tuple[set[nn.Parameter], Node, bool]]:
             yield parameters_behind(weight), ends, True
         elif node.target is torch.ops.aten.index.Tensor:
             tensor, indices = args_of(node)
-            parameters = parameters_behind(tensor) if len(indices) == 1 else set()
-            yield parameters, indices[0], any(parameter.dim() == 3 for parameter in parameters)
+            if len(indices) == 1 and (parameters := parameters_behind(tensor)):
+                yield parameters, indices[0], any(parameter.dim() == 3 for parameter in parameters)
 
 
 def _deciding(choice: Node) -> set[Node]:

@@ -24,8 +24,8 @@ from pt2mx.fx.graph.source_node import propagate_module_stack
 from pt2mx.pt2e.observe.torchao_pt2e import Q_ANNOTATION_KEY, Quantizer
 from pt2mx.pt2e.quantizer import recipe
 from pt2mx.pt2e.quantizer.annotate import REASON_KEY, Plan, annotate_operators, plan_choice
-from pt2mx.pt2e.quantizer.experts import routers
 from pt2mx.pt2e.quantizer.config import Config, MXQuantizationConfig, checked_config, checked_spec
+from pt2mx.pt2e.quantizer.experts import routers
 from pt2mx.pt2e.quantizer.operators import (
     CACHE_WRITE,
     argument_of,

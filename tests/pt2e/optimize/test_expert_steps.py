@@ -1,5 +1,7 @@
 """Experts that train through fake quantization: their gradients, and those that see no token."""
 
+import itertools
+
 import pytest
 import torch
 from torch import nn
@@ -114,7 +116,7 @@ def test_an_expert_moves_in_the_steps_alone_that_bring_it_tokens(dtype, recomput
 
 
 def moves(steps):
-    return sum(not torch.equal(before, after) for before, after in zip(steps, steps[1:], strict=False))
+    return sum(not torch.equal(before, after) for before, after in itertools.pairwise(steps))
 
 
 def trained(dtype=torch.float32, stop=None, **options):

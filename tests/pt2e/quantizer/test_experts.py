@@ -4,6 +4,9 @@ from torch import nn
 
 import pt2mx
 from pt2mx.extras import import_extra
+from pt2mx.pt2e.quantizer.experts import expert_parameters, routers
+from tests.flow import exported
+from tests.mixtures import batches, mixtures
 from tests.models import module_of
 from tests.quantized_by_hand import BOTH, Call, W, a, w
 
@@ -89,3 +92,71 @@ def test_experts_of_transformers(implementation, quantize):
     operator = "aten.bmm" if implementation == "batched_mm" else "transformers.grouped_mm_fallback"
     assert [o.operator for o in experts] == [operator] * 2
     assert all({o.role for o in e.operands if o.spec} == {"activation", "weight"} for e in experts)
+
+
+class Gathered(nn.Module):
+    """Experts that are gathered, a table of rows that are gathered by an input, and the best classes of a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.up, self.up_bias = (
+            nn.Linear(32, 4),
+            nn.Parameter(torch.randn(4, 24, 32)),
+            nn.Parameter(torch.randn(4, 24)),
+        )
+        self.table, self.head = nn.Parameter(torch.randn(8, 32)), nn.Linear(24, 8)
+
+    def forward(self, x, positions):
+        x = x + self.table[positions]
+        ids = self.router(x).sigmoid().argmax(-1)
+        y = torch.bmm(self.up[ids], x.unsqueeze(-1)).squeeze(-1) + self.up_bias[ids]
+        return self.head(y).topk(2)
+
+
+def names_of(model, parameters):
+    return {name for name, parameter in model.named_parameters() if parameter in parameters}
+
+
+def test_routers_and_parameters_of_experts():
+    (x, *_), model = batches(), mixtures()
+    graph = exported(model, x)
+    assert {node.args[1].target for node in routers(graph.graph)} == {f"layers.{i}.router.weight" for i in (0, 1)}
+    expected = {f"layers.{i}.{name}" for i in (0, 1) for name in ("up", "up_bias", "down", "down_bias")}
+    prepared = pt2mx.prepare_qat_pt2e(graph, BOTH)
+    assert names_of(graph, expert_parameters(graph)) == names_of(prepared, expert_parameters(prepared)) == expected
+    gathered = exported(Gathered(), torch.randn(6, 32), torch.arange(6))
+    assert [node.args[1].target for node in routers(gathered.graph)] == ["router.weight"]
+    assert names_of(gathered, expert_parameters(gathered)) == {"up", "up_bias"}
+    dense = exported(nn.Linear(4, 4), torch.ones(2, 4))
+    assert not routers(dense.graph) and not expert_parameters(dense)
+
+
+@pytest.mark.parametrize(
+    ("setting", "quantized"),
+    [
+        (lambda quantizer, config: quantizer, []),
+        (lambda quantizer, config: quantizer.set_operator_type("aten.linear", config), []),
+        (lambda quantizer, config: quantizer.set_small_weights(config, 4096), []),
+        (lambda quantizer, config: quantizer.set_module_name("layers.1.router", config), ["layers.1.router"]),
+        (
+            lambda quantizer, config: quantizer.set_module_name_regex(r".*router", config),
+            ["layers.0.router", "layers.1.router"],
+        ),
+    ],
+)
+def test_a_router_stays_in_float_unless_a_setting_names_its_module(setting, quantized):
+    config = pt2mx.MXQuantizationConfig(weight="mxfp4", activation="mxfp8")
+    quantizer = setting(pt2mx.MXQuantizer().set_global(config), config)
+    prepared = pt2mx.prepare_qat_pt2e(exported(mixtures(), batches()[0]), quantizer)
+    operators = pt2mx.quantization_report(pt2mx.convert_pt2e(prepared)).operators
+    found = {o.module: o for o in operators if o.module.endswith("router")}
+    assert [name for name, router in found.items() if router.quantized] == quantized
+    reasons = {router.reason for name, router in found.items() if not router.quantized}
+    assert reasons <= {"a router: it chooses the experts of a token"} and len(found) == 2
+    assert all(o.quantized for o in operators if o.module not in found)
+
+
+def test_the_head_whose_best_classes_a_model_returns_is_no_router():
+    model = exported(Gathered(), torch.randn(6, 32), torch.arange(6))
+    report = pt2mx.quantization_report(pt2mx.convert_pt2e(pt2mx.prepare_pt2e(model, BOTH)))
+    assert {o.module for o in report.operators if o.quantized} >= {"head"}
