@@ -19,10 +19,10 @@ def operators(model):
     return [str(node.target) for node in model.program.graph.nodes if node.op == "call_function"]
 
 
-@pytest.mark.slow_except("gpt_oss-9")
+@pytest.mark.slow_except("gpt_oss-8")
 @pytest.mark.parametrize(
     ("family", "quantized"),
-    [("llama", 9), ("gpt2", 7), ("gpt_oss", 9), ("mixtral", 9)],
+    [("llama", 9), ("gpt2", 7), ("gpt_oss", 8), ("mixtral", 8)],
 )
 @pytest.mark.compiled
 def test_matmuls_with_weights_are_quantized_and_no_others(family, quantized):
@@ -31,8 +31,9 @@ def test_matmuls_with_weights_are_quantized_and_no_others(family, quantized):
     result = decoder_by_recipe("mxfp8", family, num_hidden_layers=1)
     operators = pt2mx.quantization_report(result.program.module()).operators
     assert sum(operator.quantized for operator in operators) == quantized
-    left = {operator.operator for operator in operators if not operator.quantized}
-    assert left <= {"aten.scaled_dot_product_attention", "aten.matmul"}
+    left = [operator for operator in operators if not operator.quantized]
+    others = {"aten.scaled_dot_product_attention", "aten.matmul"}
+    assert all(operator.operator in others or operator.module.endswith(("router", "mlp.gate")) for operator in left)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
