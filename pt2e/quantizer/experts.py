@@ -38,8 +38,9 @@ def _choices(graph: Graph) -> Iterator[tuple[set[nn.Parameter], Node, bool]]:
     """Yield the parameters whose slices a node chooses, that node, and whether they are weights of experts."""
     for node in graph.nodes:
         if operator_name(called(node)) in GROUPED:
-            _, weight, ends, *_ = args_of(node)
-            yield parameters_behind(weight), ends, True
+            _, weight, *others = args_of(node)
+            if others and isinstance(others[0], Node):  # the ends; without them all experts have as many rows
+                yield parameters_behind(weight), others[0], True
         elif node.target is torch.ops.aten.index.Tensor:
             tensor, indices = args_of(node)
             if len(indices) == 1 and (parameters := parameters_behind(tensor)):

@@ -127,8 +127,10 @@ def test_routers_and_parameters_of_experts():
     gathered = exported(Gathered(), torch.randn(6, 32), torch.arange(6))
     assert [node.args[1].target for node in routers(gathered.graph)] == ["router.weight"]
     assert names_of(gathered, expert_parameters(gathered)) == {"up", "up_bias"}
-    dense = exported(nn.Linear(4, 4), torch.ones(2, 4))
-    assert not routers(dense.graph) and not expert_parameters(dense)
+    equal_rows = Call(lambda x, weight: torch._grouped_mm(x, weight), (3, 32, 16)).bfloat16()
+    for model, x in ((nn.Linear(4, 4), torch.ones(2, 4)), (equal_rows, torch.ones(3, 8, 32).bfloat16())):
+        dense = exported(model, x)
+        assert not routers(dense.graph) and not expert_parameters(dense)
 
 
 @pytest.mark.parametrize(
