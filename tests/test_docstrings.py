@@ -31,8 +31,6 @@ MODULES = {
     for path in sorted(folder.rglob("*.py"))
     if not any(link.is_symlink() for link in path.parents)
 }
-#: the kernels that operators call: several backends of one definition, whose docstrings give shapes
-INTERNAL = "pt2mx.kernels"
 #: their functions take the arguments of another library's, which documents them; tests/*/test_names.py call each
 SURFACES = ("pt2mx.microxcaling.", "pt2mx.pychop.", "pt2mx.quark.", "pt2mx.torchmx.", "pt2mx.pt2e.pt2bfp.")
 SECTIONS = ("Args", "Returns", "Yields", "Raises", "Example")
@@ -56,7 +54,7 @@ def public() -> Iterator[tuple[str, Callable]]:
     """(the name under which it is reached first, callable), the operators among them; the same object once."""
     seen = set()
     for module in MODULES:
-        if module.startswith(INTERNAL) or not has_public_names(MODULES[module]):
+        if not has_public_names(MODULES[module]):
             continue
         package = importlib.import_module(module)
         for name in package.__all__:

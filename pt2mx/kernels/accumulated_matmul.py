@@ -34,8 +34,6 @@ from torch import Tensor
 
 from pt2mx.accumulator import Accumulator
 
-__all__ = ["matmul"]
-
 _BIAS, _MANTISSA, _EXPONENT = 1023, 52, 0x7FF
 #: beyond the exponents of products of float32 values
 _FAR = 400

@@ -18,8 +18,6 @@ from torch.nn import functional as F
 
 from pt2mx.kernels.gpu.mma_layout import ROWS
 
-__all__ = ["GATES", "GATE_ROWS", "interleave", "parts"]
-
 #: activation of the gate, by its name
 GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
 #: rows of the gate, then as many of the values that it multiplies: a tile of the weight has both

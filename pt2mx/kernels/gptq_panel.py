@@ -8,8 +8,6 @@ from torch import Tensor
 from pt2mx.kernels import elements
 from pt2mx.spec import MXSpec
 
-__all__ = ["round_panel"]
-
 
 def round_panel(columns: Tensor, factor: Tensor, scale: Tensor, spec: MXSpec, *bounds: Tensor) -> tuple[Tensor, Tensor]:
     """Round each column of a panel, and subtract its error from the later ones.

@@ -10,8 +10,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["rotate", "rotate_back", "signs"]
-
 
 def rotate(x: Tensor, size: int, axis: int = -1) -> Tensor:
     """x: (..., n, ...), `size` a power of two that divides n -> x, with the signs of `signs`, times the Hadamard matrix

@@ -12,8 +12,6 @@ from pt2mx.kernels import reference
 from pt2mx.kernels.reference import random_bits
 from pt2mx.spec import MXSpec
 
-__all__ = ["clip_gradient", "dequantize", "fake_quantize", "quantize", "split"]
-
 #: values of a slice: at 4 bytes each, a temporary fits the second-level cache
 _VALUES = 1 << 18
 

@@ -24,8 +24,6 @@ from pt2mx.spec import MXSpec
 if TYPE_CHECKING:
     from pt2mx.ops.operator import Operator
 
-__all__ = ["KERNELS", "STEPS", "USES", "Kernel", "run_kernel", "run_step", "runs_triton", "supports"]
-
 
 class Kernel(NamedTuple):
     """The kernel of an operator on a type of device.

@@ -15,7 +15,6 @@ from pt2mx.kernels.cpu.calls import AccumulatedCall
 if TYPE_CHECKING:
     from pt2mx.ops.accumulated import MatmulAccumulated
 
-__all__ = ["matmul"]
 
 #: kind -> its number in C++
 _NUMBERS = {kind: number for number, kind in enumerate(KINDS)}

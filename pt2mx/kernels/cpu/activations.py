@@ -21,7 +21,6 @@ from pt2mx.spec import MXSpec
 if TYPE_CHECKING:
     from pt2mx.ops.activations import ActivationFakeQuantize, LayerNormFakeQuantize
 
-__all__ = ["activation_fake_quantize", "call_of", "epilogue_of", "layer_norm_fake_quantize"]
 
 #: activations in the order of the C++ enumeration
 ACTIVATIONS = ("none", "gelu", "gelu_tanh", "silu", "relu")

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 #: (codes, scales) of keys or values: (B, heads, L, bytes) uint8 and (B, heads, L, blocks)
 Packed = tuple[Tensor, Tensor]
 
-__all__ = ["attend", "attend_dense", "call_of", "dense_call_of", "is_computed", "supports_dense"]
 
 #: most queries per head of the keys for which fp32 vectors and AMX are faster than a dense matmul
 _FEW_QUERIES, _FEW_FOR_AMX = 32, 64

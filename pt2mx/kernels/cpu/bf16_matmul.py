@@ -20,8 +20,6 @@ from pt2mx.spec import MXSpec
 if TYPE_CHECKING:
     from pt2mx.ops.attention import AttentionBfloat16, MatmulBfloat16
 
-__all__ = ["attention", "bf16_isa", "matmul"]
-
 
 @functools.cache
 def bf16_isa() -> int:

@@ -29,9 +29,6 @@ import torch
 
 from pt2mx.kernels.cpu.calls import FUNCTIONS
 
-__all__ = ["DTYPES", "HEADERS", "LIBRARIES", "SOURCES", "cache_folder", "flags_of", "is_available", "library_name"]
-__all__ += ["load", "run", "use_built", "write_library"]
-
 _T = TypeVar("_T")
 
 #: dtypes of tensors, in the order of the enumeration in calls.h

@@ -17,8 +17,6 @@ from pt2mx.spec import MXSpec
 if TYPE_CHECKING:
     from pt2mx.ops.cache import StoreMX
 
-__all__ = ["store"]
-
 
 def store(call: StoreMX[Tensor], spec: MXSpec) -> bool | None:
     """Return True; None for a cache that is not contiguous, and if a slot does not exist."""

@@ -7,8 +7,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-__all__ = ["FUNCTIONS", "STRUCTURES"]
-
 #: type in C++ -> in Python; pointers are `c_void_p`
 _NUMBERS: dict[str, Any] = {
     "int32_t": ctypes.c_int32,

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from pt2mx.ops.convolution import Conv2dMX
     from pt2mx.ops.quantize_epilogue import Conv2dFakeQuantize
 
-__all__ = ["conv2d", "conv2d_fake_quantize"]
-
 
 def conv2d(call: Conv2dMX[Tensor], spec: MXSpec, dtype: torch.dtype) -> Tensor | None:
     """Return None if no matrix instructions support the weight, or the values."""

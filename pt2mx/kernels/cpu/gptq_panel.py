@@ -12,8 +12,6 @@ from pt2mx.kernels.cpu.calls import GptqPanelCall
 from pt2mx.kernels.cpu.quantize import spec_of
 from pt2mx.spec import MXSpec
 
-__all__ = ["round_panel"]
-
 
 def round_panel(columns: Tensor, factor: Tensor, scale: Tensor, spec: MXSpec, *bounds: Tensor) -> tuple[Tensor, Tensor]:
     columns, scale, *ends = (tensor.contiguous() for tensor in (columns, scale, *bounds))

@@ -13,8 +13,6 @@ from pt2mx.kernels.cpu.calls import HadamardCall
 if TYPE_CHECKING:
     from pt2mx.ops.hadamard import Hadamard
 
-__all__ = ["hadamard", "rotate"]
-
 
 def hadamard(call: Hadamard[Tensor]) -> Tensor:
     return rotate(call.x, call.size, call.axis)

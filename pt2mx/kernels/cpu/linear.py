@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from pt2mx.ops.linear import GroupedLinearMX, LinearMX
     from pt2mx.ops.quantize_epilogue import LinearFakeQuantize
 
-__all__ = ["call_of", "grouped_linear", "isa_for", "linear", "linear_fake_quantize"]
 
 #: significant bits of a bfloat16
 _BFLOAT_BITS = 8

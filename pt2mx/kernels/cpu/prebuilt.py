@@ -19,8 +19,6 @@ from pathlib import Path
 from pt2mx.errors import MXError
 from pt2mx.kernels.cpu import build
 
-__all__ = ["INSTRUCTION_SETS", "build_libraries", "platform_tag"]
-
 #: the instruction sets of the wheel's libraries, as `torch.backends.cpu.get_cpu_capability` names them
 INSTRUCTION_SETS = ("AVX2", "AVX512")
 _OLDEST_GLIBC = 17  # the minor version of manylinux2014, the oldest that pip knows by its version

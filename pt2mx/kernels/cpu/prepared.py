@@ -18,9 +18,6 @@ from pt2mx.kernels.cpu import activations, attention, linear
 from pt2mx.kernels.cpu.build import is_available, load
 from pt2mx.spec import MXSpec
 
-__all__ = ["Kernel", "PreparedActivation", "PreparedAttention", "PreparedCall", "PreparedDecodingAttention"]
-__all__ += ["PreparedLinear", "address_of"]
-
 Shape = tuple[int, ...]
 
 

@@ -31,20 +31,6 @@ if TYPE_CHECKING:
     from pt2mx.ops.quantization import ClipGradient, Dequantize, FakeQuantize, Quantize
     from pt2mx.ops.stochastic import RandomBits
 
-__all__ = [
-    "TABLE",
-    "clip_gradient",
-    "decoder_of",
-    "dequantize",
-    "error_sums",
-    "fake_quantize",
-    "quantize",
-    "random_bits",
-    "rotated_fake_quantize",
-    "scales",
-    "spec_of",
-    "table_of",
-]
 
 # in the order of the C++ enumerations
 _BYTE, _TENSOR_SCALES = len(DTYPES), ("", "factor", "divisor")

@@ -17,7 +17,6 @@ from torch._C import _functorch
 if TYPE_CHECKING:
     from pt2mx.ops.operator import Operator
 
-__all__ = ["forget", "keep", "run_again"]
 
 _Signature = tuple[Hashable, ...]
 #: operator -> signature of its arguments -> what runs a call with such arguments

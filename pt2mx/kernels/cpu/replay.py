@@ -12,8 +12,6 @@ from torch.utils import _pytree as pytree
 from pt2mx.kernels.cpu.build import load
 from pt2mx.kernels.cpu.calls import MOST_ARGUMENTS, RecordedCall
 
-__all__ = ["Call", "OperatorCall", "Replay", "tensors_of"]
-
 
 class Call(NamedTuple):
     """A call of a kernel.

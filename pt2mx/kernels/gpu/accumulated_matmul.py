@@ -14,7 +14,6 @@ from pt2mx.kernels.gpu.accumulated_matmul_kernel import Matrices, Register, accu
 if TYPE_CHECKING:
     from pt2mx.ops.accumulated import MatmulAccumulated
 
-__all__ = ["matmul"]
 
 #: rows and columns of a program's tile, and its warps, where products are cut one by one, and where tensor cores add
 #: them; the fastest on an H200

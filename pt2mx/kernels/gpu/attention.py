@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
     _Call = AttentionMX[Tensor] | DecodingAttention[Tensor]
 
-__all__ = ["attend", "attend_dense", "decode"]
 
 #: most queries per head of the keys for which the kernel is faster than a dense matmul, the widest head and the
 #: smallest block that it supports, the slots that a program decodes at a time, and the values of each in a tile of

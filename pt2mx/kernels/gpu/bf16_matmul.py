@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from pt2mx.ops.attention import AttentionBfloat16, MatmulBfloat16
     from pt2mx.ops.linear import GroupedLinearMX, LinearMX
 
-__all__ = ["attention", "grouped_linear", "linear", "matmul"]
 
 #: the queries and the keys of a program
 _ROWS, _KEYS = 64, 64

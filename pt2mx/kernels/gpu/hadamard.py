@@ -15,7 +15,6 @@ from pt2mx.kernels.gpu.kernels import rotate_kernel
 if TYPE_CHECKING:
     from pt2mx.ops.hadamard import Hadamard
 
-__all__ = ["hadamard", "rotate"]
 
 #: values per program and warps, for small and for large tensors; the fastest on an H200
 _FEW, _MANY = (512, 4), (2048, 4)

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from pt2mx.ops.quantization import ClipGradient, Dequantize, FakeQuantize, Quantize
     from pt2mx.ops.stochastic import RandomBits
 
-__all__ = ["clip_gradient", "dequantize", "fake_quantize", "quantize", "random_bits", "rotated_fake_quantize"]
 
 _LARGEST_BLOCK = 4096
 

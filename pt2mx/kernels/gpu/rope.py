@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     _Call = RotateAndStore[Tensor] | RotateQuantizeAndStore[Tensor]
 
-__all__ = ["rotate_and_store", "rotate_quantize_and_store"]
-
 
 def rotate_and_store(call: RotateAndStore[Tensor]) -> Tensor | None:
     """Return None for widths that are not powers of two, and for a cache that is not contiguous."""

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from pt2mx.ops.decoding import DecodingAttention
     from pt2mx.ops.linear import LinearMX
 
-__all__ = ["activation_fake_quantize_mx", "attention_mx", "decoding_attention", "linear_mx"]
 
 Box = ir.TensorBox
 Shape = tuple[int, ...]

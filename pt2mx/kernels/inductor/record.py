@@ -26,8 +26,6 @@ from pt2mx.kernels.cpu.prepared import PreparedCall, address_of
 from pt2mx.kernels.cpu.replay import Call, OperatorCall, Replay, tensors_of
 from pt2mx.patches.compiled_graphs import intercepted_graphs
 
-__all__ = ["RecordedProgram", "record"]
-
 #: names of generated code that compute nothing
 _HARMLESS = "reinterpret_tensor", "assert_size_stride", "assert_alignment", "device", "inf", "nan"
 
