@@ -197,6 +197,16 @@ def erase_unused(node: Node) -> None:
         erase_unused(n)
 
 
+def replace_node(node: Node, new: Node, *but: str) -> None:
+    """Let another node take the place and the meta of one, without the keys `but`; erase what nothing uses then."""
+    new.meta.update({key: value for key, value in node.meta.items() if key not in but})
+    node.replace_all_uses_with(new)
+    inputs = node.all_input_nodes
+    node.graph.erase_node(node)
+    for n in inputs:
+        erase_unused(n)
+
+
 def delete_unused_modules(model: GraphModule) -> None:
     """Delete the submodules that the graph neither calls nor reads from."""
     targets = [node.target for node in model.graph.nodes if node.op in ("call_module", "get_attr")]

@@ -21,6 +21,7 @@ from pt2mx.fx.graph.node import (
     shape_of,
     value_of,
 )
+from pt2mx.fx.graph.tensors import replace_node
 from pt2mx.fx.passes.bf16_matmul import QUANTIZED, is_quantized
 from pt2mx.kernels.constants import LEAST_ROWS
 from pt2mx.kernels.select import supports
@@ -60,12 +61,10 @@ def use_bf16_activation_matmuls(model: GraphModule) -> None:
             if dtype_of(node) == torch.float32 and supports("quantize activations to bfloat16", value_of(node)):
                 call = call.replace(**{name: _cast(operand) for name, operand in operands.items()})
             matmul = model.graph.call_function(call.overload, call.args)
-        matmul.meta.update({key: value for key, value in node.meta.items() if key != "val"})
         set_value(matmul)
-        node.replace_all_uses_with(matmul)
         if is_attention:
             reordered[matmul] = node.meta["val"]
-        model.graph.erase_node(node)  # torch.fx keeps attention as impure, because it may have dropout
+        replace_node(node, matmul, "val")
     settle_order(model.graph, reordered)
 
 

@@ -33,7 +33,7 @@ from pt2mx.fx.graph.node import (
     tensor_of,
     value_of,
 )
-from pt2mx.fx.graph.tensors import erase_unused
+from pt2mx.fx.graph.tensors import replace_node
 from pt2mx.fx.passes.bf16_matmul import is_quantized, quantization_to_bfloat16
 from pt2mx.kernels.select import supports
 from pt2mx.spec import MXSpec
@@ -96,9 +96,7 @@ def use_matmuls_for_convolutions(model: GraphModule) -> None:
         if convolution.x not in quantized:
             quantized[convolution.x] = _channels_last(model, convolution)
         matmul = _matmul(model, node, convolution, quantized[convolution.x], buffers)
-        matmul.meta.update({key: value for key, value in node.meta.items() if key != "val"})
-        node.replace_all_uses_with(matmul)
-        erase_unused(node)
+        replace_node(node, matmul, "val")
         matmuls[matmul] = node.meta["val"]
     settle_order(model.graph, matmuls)
 

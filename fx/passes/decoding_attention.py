@@ -14,6 +14,7 @@ from pt2mx.errors import MXError
 from pt2mx.fx.graph.aliasing import is_view
 from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.node import AttentionMX, DecodingAttentionMX, insert_call, named_args, register_buffer, value_of
+from pt2mx.fx.graph.tensors import replace_node
 from pt2mx.kernels.select import supports
 from pt2mx.ops.attention import attention_mx
 from pt2mx.ops.decoding import DecodingAttention, stored
@@ -71,9 +72,7 @@ def use_decoding_attention(model: GraphModule) -> None:
             zeros = model.graph.get_attr(name)
     for node, operator, _ in calls:
         new = insert_call(node, operator.replace(zeros=zeros))
-        new.meta.update(node.meta)
-        node.replace_all_uses_with(new)
-        model.graph.erase_node(node)  # a seed may decide its values, so `erase_unused` keeps it
+        replace_node(node, new)
 
 
 def _call(node: Node) -> _Call | None:

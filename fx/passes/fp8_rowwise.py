@@ -22,7 +22,7 @@ from pt2mx.fx.graph.node import (
     tensor_of,
     value_of,
 )
-from pt2mx.fx.graph.tensors import erase_unused
+from pt2mx.fx.graph.tensors import replace_node
 from pt2mx.fx.passes.fuse_activation_quantize import activation_before, norm_before
 from pt2mx.kernels.constants import BLOCK
 from pt2mx.kernels.fp8_rowwise import ROOMS, of_packed
@@ -66,11 +66,9 @@ def use_fp8_rowwise(model: GraphModule) -> None:
             data, of_x, unfit = rows[call.x]
             of_rows: MmFP8Rows[Node] = MmFP8Rows(data, of_x, unfit, weight, scale, call.bias)
             matmul = model.graph.call_function(of_rows.overload, of_rows.args)
-        matmul.meta.update(node.meta)
         if node in written:
             written.add(matmul)
-        node.replace_all_uses_with(matmul)
-        erase_unused(node)
+        replace_node(node, matmul)
 
 
 def _is_faster_in_fp8(node: Node, call: LinearMX, quantization: FakeQuantize) -> bool:
@@ -125,9 +123,7 @@ def _rows_of(x: Node, quantization: FakeQuantize, written: set[Node]) -> list[No
     if norm is not None:
         call = insert_call(norm.node, LayerNormFP8Rows(*norm[1:], quantization.spec))
         normed, *rows = (insert_before(norm.node, operator.getitem, call, i) for i in range(4))
-        normed.meta.update(norm.node.meta)
-        norm.node.replace_all_uses_with(normed)
-        erase_unused(norm.node)
+        replace_node(norm.node, normed)
         return rows
     activation, source = activation_before(quantization.x, written)
     call = insert_call(x, QuantizeFP8Rows(source, quantization.spec, activation))

@@ -28,7 +28,7 @@ from pt2mx.fx.graph.node import (
     shape_of,
     value_of,
 )
-from pt2mx.fx.graph.tensors import erase_unused
+from pt2mx.fx.graph.tensors import replace_node
 from pt2mx.kernels.select import supports
 from pt2mx.modes import ROUNDINGS
 from pt2mx.ops.activations import ActivationFakeQuantize, LayerNormFakeQuantize
@@ -84,16 +84,12 @@ def fuse_activation_quantize(model: GraphModule) -> None:
         if norm is not None:
             fused = insert_call(norm.node, LayerNormFakeQuantize(*norm[1:], call.spec, dtype))
             normed, quantized = (insert_before(norm.node, operator.getitem, fused, i) for i in range(2))
-            normed.meta.update(norm.node.meta)
-            norm.node.replace_all_uses_with(normed)
-            erase_unused(norm.node)
+            replace_node(norm.node, normed)
         elif activation != "none" or isinstance(call, FakeQuantize):
             quantized = insert_call(node, ActivationFakeQuantize(source, activation, call.spec, dtype))
         else:
             continue  # `rotated_fake_quantize_mx` is a call already
-        quantized.meta.update({key: value for key, value in node.meta.items() if key != "val"})
-        node.replace_all_uses_with(quantized)
-        erase_unused(node)
+        replace_node(node, quantized, "val")
 
 
 def activation_before(x: Node, written: set[Node]) -> tuple[str, Node]:

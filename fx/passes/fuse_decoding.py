@@ -28,7 +28,7 @@ from pt2mx.fx.graph.node import (
     node_arg,
     shape_of,
 )
-from pt2mx.fx.graph.tensors import erase_unused
+from pt2mx.fx.graph.tensors import replace_node
 from pt2mx.fx.passes.interleave_gates import gate_of, interleaved_halves
 from pt2mx.ops.linear import linear_mx_mma_layout
 
@@ -86,7 +86,7 @@ def _fuse_gate(pairs: Node, written: set[Node]) -> None:
         return
     if (gated := gate_of(halves[0], halves[1])) is not None:
         gate, product = gated
-        _replace(product, _normed(product, call, call.x, None, 0.0, gate))
+        replace_node(product, _normed(product, call, call.x, None, 0.0, gate), "val")
 
 
 def _fuse_norm(norm: Norm, written: set[Node]) -> None:
@@ -110,13 +110,13 @@ def _fuse_norm(norm: Norm, written: set[Node]) -> None:
     weight = _read_again(norm.total, norm.weight)
     fused = insert_call(norm.total, call.as_call_of(ResidualLinearMX, residual=residual, norm_weight=weight))
     total, weighted, squares = (insert_before(norm.total, operator.getitem, fused, i) for i in range(3))
-    _replace(norm.total, total)
+    replace_node(norm.total, total, "val")
     for *path, layer in paths:
         x, of_x = weighted, squares
         for node in path:
             x, of_x = (_same_rows(layer, node, tensor) for tensor in (x, of_x))
         reader = LinearMXMMALayout.of(layer) or NormedLinearMX.expect(layer)
-        _replace(layer, _normed(layer, reader, x, of_x, norm.eps, getattr(reader, "gate", None)))
+        replace_node(layer, _normed(layer, reader, x, of_x, norm.eps, getattr(reader, "gate", None)), "val")
 
 
 def _normed(
@@ -128,12 +128,6 @@ def _normed(
     gate: str | None,
 ) -> Node:
     return insert_call(position, call.as_call_of(NormedLinearMX, x=x, squares=squares, eps=eps, gate=gate))
-
-
-def _replace(old: Node, new: Node) -> None:
-    new.meta.update({key: value for key, value in old.meta.items() if key != "val"})
-    old.replace_all_uses_with(new)
-    erase_unused(old)
 
 
 def _read_again(position: Node, read: Node) -> Node:

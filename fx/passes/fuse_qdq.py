@@ -26,7 +26,7 @@ from pt2mx.fx.graph.node import (
     shape_of,
 )
 from pt2mx.fx.graph.qdq import quantize_of
-from pt2mx.fx.graph.tensors import erase_unused
+from pt2mx.fx.graph.tensors import replace_node
 from pt2mx.modes import ROUNDINGS
 from pt2mx.ops import linear
 
@@ -55,9 +55,7 @@ def fuse_qdq(model: GraphModule) -> None:
             continue
         with model.graph.inserting_before(quantize):
             fused = model.graph.call_function(ops.fake_quantize_mx, _fake_quantize(quantization).args)
-        fused.meta.update(dequantize.meta)
-        dequantize.replace_all_uses_with(fused)
-        erase_unused(dequantize)
+        replace_node(dequantize, fused)
 
 
 def _fake_quantize(call: Quantize) -> FakeQuantize:

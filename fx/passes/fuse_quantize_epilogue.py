@@ -41,7 +41,7 @@ from pt2mx.fx.graph.node import (
     shape_of,
     value_of,
 )
-from pt2mx.fx.graph.tensors import erase_unused
+from pt2mx.fx.graph.tensors import erase_unused, replace_node
 from pt2mx.fx.passes.fuse_activation_quantize import ACTIVATIONS
 from pt2mx.kernels.constants import BLOCK, supports_epilogue
 from pt2mx.kernels.select import supports
@@ -142,10 +142,7 @@ def _linear(quantization: Quantization, writes: Writes) -> _Fusion | None:
             target_dtype=quantization.dtype,
         )
         fused = insert_call(matmul, call)
-        fused.meta.update({key: value for key, value in quantized.meta.items() if key != "val"})
-        quantized.replace_all_uses_with(fused)
-        for node in (quantized, matmul):
-            node.graph.erase_node(node)
+        replace_node(quantized, fused, "val")
 
     return matmul, fuse
 

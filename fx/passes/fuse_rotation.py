@@ -7,7 +7,7 @@ from torch.fx import GraphModule, Node
 from pt2mx.fx.graph.aliasing import written_nodes
 from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.node import FakeQuantize, Hadamard, LinearMX, RotatedFakeQuantize, shape_of
-from pt2mx.fx.graph.tensors import erase_unused
+from pt2mx.fx.graph.tensors import erase_unused, replace_node
 from pt2mx.modes import ROUNDINGS
 
 
@@ -30,9 +30,7 @@ def fuse_rotation(model: GraphModule) -> None:
         args = RotatedFakeQuantize(rotation.x, rotation.size, quantize.spec).args
         with model.graph.inserting_before(quantize.x):
             fused = model.graph.call_function(RotatedFakeQuantize.overload, args)
-        fused.meta.update(node.meta)
-        node.replace_all_uses_with(fused)
-        erase_unused(node)
+        replace_node(node, fused)
     for node, call in LinearMX.calls_in(model.graph):
         rotation = _rotation(call.x)
         if rotation is None or call.rotation or not written.isdisjoint((rotation.x, call.x)):

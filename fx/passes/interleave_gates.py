@@ -25,7 +25,7 @@ from pt2mx.fx.graph.node import (
     shape_of,
     tensor_of,
 )
-from pt2mx.fx.graph.tensors import erase_unused
+from pt2mx.fx.graph.tensors import erase_unused, replace_node
 from pt2mx.fx.passes.weight_layout import has_mma_layout
 from pt2mx.kernels.decoder_linear import GATE_ROWS, interleave
 
@@ -110,9 +110,7 @@ def _interleave(
     parts = [insert_before(first, aten.select.int, pairs, -2, index) for index in ((0, 1) if gate_first else (1, 0))]
     columns = [insert_before(first, aten.flatten.using_ints, part, -2, -1) for part in parts]
     for half, of_half in zip(halves, columns, strict=True):
-        of_half.meta.update({key: value for key, value in half.meta.items() if key != "val"})
-        half.replace_all_uses_with(of_half)
-        erase_unused(half)
+        replace_node(half, of_half, "val")
 
 
 def interleaved_halves(pairs: Node) -> list[Node]:

@@ -32,7 +32,7 @@ from pt2mx.fx.graph.node import (
     value_of,
 )
 from pt2mx.fx.graph.qdq import SPEC_KEY
-from pt2mx.fx.graph.tensors import erase_unused
+from pt2mx.fx.graph.tensors import replace_node
 from pt2mx.ops.attention import attention_mx
 
 aten = torch.ops.aten
@@ -102,9 +102,7 @@ def use_packed_weights(model: GraphModule) -> None:
         new = matmul.call(node_arg(node, matmul.x), argument(node, matmul.third), call)
         with model.graph.inserting_before(node):
             packed = model.graph.call_function(new.overload, new.args)
-        packed.meta.update(node.meta)
-        node.replace_all_uses_with(packed)
-        erase_unused(node)
+        replace_node(node, packed)
 
 
 def weights_of_matmuls(model: GraphModule) -> list[tuple[Node, Matmul, Weight]]:
@@ -200,11 +198,9 @@ def use_packed_embeddings(model: GraphModule) -> None:
         for node in (codes, scale):
             inherit_location(node, gather)
             set_value(node)
-        gathered.meta.update(gather.meta)
+        replace_node(gather, gathered)
         if SPEC_KEY in dequantize.meta:
             gathered.meta[SPEC_KEY] = dequantize.meta[SPEC_KEY].replace(axis=axis)
-        gather.replace_all_uses_with(gathered)
-        erase_unused(gather)
 
 
 def _gathered_axis(gather: Node, dequantize: Node, call: Dequantize) -> int | None:
@@ -239,11 +235,7 @@ def use_packed_attention(model: GraphModule) -> None:
         call = AttentionMX(args["query"], *packed, args["attn_mask"], args["scale"], *of_tensors)
         with model.graph.inserting_before(node):
             attention = model.graph.call_function(attention_mx, call.args)
-        attention.meta.update(node.meta)
-        node.replace_all_uses_with(attention)
-        model.graph.erase_node(node)  # torch.fx keeps attention as impure, because it may have dropout
-        for one in dict.fromkeys((args["key"], args["value"])):
-            erase_unused(one)
+        replace_node(node, attention)
 
 
 def _pair(node: Node) -> tuple[Node, Node] | None:

@@ -23,7 +23,7 @@ from pt2mx.fx.graph.node import (
     value_of,
 )
 from pt2mx.fx.graph.qdq import quantize_of
-from pt2mx.fx.graph.tensors import erase_unused
+from pt2mx.fx.graph.tensors import erase_unused, replace_node
 from pt2mx.fx.passes.fold_weights import fold_constant
 from pt2mx.kernels.constants import BLOCK
 from pt2mx.kernels.scaled_mm import FORMS, Form
@@ -71,9 +71,7 @@ def use_scaled_mm(model: GraphModule) -> None:
             target_dtype=value_of(node).dtype,
         )
         matmul = insert_call(node, of_codes)
-        matmul.meta.update(node.meta)
-        node.replace_all_uses_with(matmul)
-        erase_unused(node)
+        replace_node(node, matmul)
     constants = constant_nodes(model.graph)
     for name, swizzled in scales.items():
         if isinstance(name, str) and swizzled in constants:

@@ -9,6 +9,7 @@ from torch.fx import GraphModule, Node
 from pt2mx.fx.graph.constants import computed_from, constant_nodes, evaluate, root_name
 from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.node import Dequantize, Hadamard, LinearMX, dtype_of, insert_before, insert_call, shape_of, value_of
+from pt2mx.fx.graph.tensors import replace_node
 from pt2mx.fx.passes.fold_weights import fold_constant
 from pt2mx.kernels.select import supports
 from pt2mx.ops.attention import MatmulBfloat16
@@ -56,9 +57,7 @@ def use_plain_matmul(model: GraphModule, packed: Node, call: LinearMX, k: int) -
         x = insert_before(packed, aten.to.dtype, x, dtype_of(packed))
     with model.graph.inserting_before(packed):
         plain = model.graph.call_function(aten.linear.default, (x, weight, call.bias))
-    plain.meta.update(packed.meta)
-    packed.replace_all_uses_with(plain)
-    model.graph.erase_node(packed)
+    replace_node(packed, plain)
     return weight
 
 
@@ -81,7 +80,5 @@ def _use_tensor_cores(model: GraphModule, packed: Node, call: LinearMX, k: int) 
     plain = insert_before(packed, aten.view.default, matmul, list(shape_of(packed) or ()))
     if call.bias is not None:
         plain = insert_before(packed, aten.add.Tensor, plain, call.bias)
-    plain.meta.update(packed.meta)
-    packed.replace_all_uses_with(plain)
-    model.graph.erase_node(packed)
+    replace_node(packed, plain)
     return weight

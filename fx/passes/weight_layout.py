@@ -22,7 +22,7 @@ from pt2mx.fx.graph.node import (
     tensor_of,
 )
 from pt2mx.fx.graph.qdq import SPEC_KEY
-from pt2mx.fx.graph.tensors import erase_unused
+from pt2mx.fx.graph.tensors import erase_unused, replace_node
 from pt2mx.fx.passes.packed_operands import weights_of_matmuls
 from pt2mx.kernels.gpu.mma_layout import to_mma_layout
 from pt2mx.kernels.select import supports
@@ -155,6 +155,4 @@ def _replace(model: GraphModule, node: Node, call: LinearMX, names: list[str]) -
         buffer.meta.update(old.meta)
         if "val" in old.meta:
             buffer.meta["val"] = old.meta["val"].new_empty(tensor_of(model, buffer).shape)
-    new.meta.update(node.meta)
-    node.replace_all_uses_with(new)
-    erase_unused(node)
+    replace_node(node, new)

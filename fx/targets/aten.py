@@ -28,7 +28,7 @@ from pt2mx.fx.graph.node import (
     shape_of,
     tensor_of,
 )
-from pt2mx.fx.graph.tensors import erase_unused
+from pt2mx.fx.graph.tensors import replace_node
 from pt2mx.fx.passes.packed_operands import GATHERS, argument, weights_of_matmuls
 from pt2mx.kernels import arithmetic, elements, float_scales, reference
 from pt2mx.kernels.packing import pack, split_axis, trim_axis, unpack
@@ -177,9 +177,7 @@ def use_scaled_mm(model: GraphModule) -> None:
         args = (quantization.x, *activations[x], t[0], *weights[dequantize], t[1], bias, packed.spec.scale_format.name)
         with model.graph.inserting_before(node):
             scaled = model.graph.call_function(scaled_matmul, (*args, dtype_of(node)))
-        scaled.meta.update(node.meta)
-        node.replace_all_uses_with(scaled)
-        erase_unused(node)
+        replace_node(node, scaled)
 
 
 def _is_scaled(x: FakeQuantize, weight: Dequantize) -> bool:

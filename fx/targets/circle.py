@@ -11,7 +11,7 @@ from torch.fx import GraphModule
 from pt2mx import ops
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.node import Dequantize, args_of, register_buffer, tensor_of
-from pt2mx.fx.graph.tensors import erase_unused, remove_unused
+from pt2mx.fx.graph.tensors import remove_unused, replace_node
 from pt2mx.fx.targets.operators import operator_of
 from pt2mx.fx.targets.pairs import Pair, quantized_input
 
@@ -36,10 +36,8 @@ def to_circle(model: GraphModule, pairs: Sequence[Pair], elements: Mapping[str, 
             described = (element, pair.spec.axis, "max", "nearest")
             first = model.graph.call_function(quantize, (x, *described))
             second = model.graph.call_function(dequantize, (first, *described))
-        for node in (first, second):
-            node.meta.update(pair.node.meta)
-        pair.node.replace_all_uses_with(second)
-        erase_unused(pair.node)
+        first.meta.update(pair.node.meta)
+        replace_node(pair.node, second)
     return remove_unused(model)
 
 

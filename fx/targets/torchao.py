@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from pt2mx.fx.graph.node import Dequantize, node_arg, register_buffer, tensor_of
-from pt2mx.fx.graph.tensors import erase_unused, remove_unused
+from pt2mx.fx.graph.tensors import remove_unused, replace_node
 from pt2mx.fx.targets.operators import operator_of
 from pt2mx.fx.targets.pairs import Pair
 
@@ -28,9 +28,7 @@ def to_torchao(model: GraphModule, pairs: Sequence[Pair], elements: Mapping[str,
             scale = _native(model, f"{pair.name}_e8m0", node_arg(pair.node, 1), torch.float8_e8m0fnu)
             args = (codes, scale, dtype, pair.spec.block_size, Dequantize.expect(pair.node).dtype)
             new = model.graph.call_function(operator, args)
-        new.meta.update(pair.node.meta)
-        pair.node.replace_all_uses_with(new)
-        erase_unused(pair.node)
+        replace_node(pair.node, new)
     return remove_unused(model)
 
 

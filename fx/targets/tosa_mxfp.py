@@ -34,7 +34,7 @@ from pt2mx.fx.graph.node import (
     value_of,
 )
 from pt2mx.fx.graph.source_node import module_name
-from pt2mx.fx.graph.tensors import erase_unused, remove_unused
+from pt2mx.fx.graph.tensors import remove_unused, replace_node
 from pt2mx.fx.passes.fold_weights import fold_constant
 from pt2mx.fx.targets.aten import CODE_DTYPES
 from pt2mx.fx.targets.operators import operator_of
@@ -164,10 +164,7 @@ def _call(place: Node, operator: _Operator, *args: Any) -> Node:
 
 def _replace(node: Node, new: Node) -> None:
     """Replace a node by one in float32."""
-    new = _cast(node, new, torch.float32, dtype_of(node))
-    new.meta.update(node.meta)
-    node.replace_all_uses_with(new)
-    erase_unused(node)
+    replace_node(node, _cast(node, new, torch.float32, dtype_of(node)))
 
 
 def _quantize(pair: Pair, identity: list[Node], name: str) -> None:

@@ -32,7 +32,7 @@ from pt2mx.fx.graph.node import (
     operator_of,
     set_value,
 )
-from pt2mx.fx.graph.tensors import delete_unused_modules
+from pt2mx.fx.graph.tensors import delete_unused_modules, replace_node
 
 aten = torch.ops.aten
 
@@ -194,9 +194,7 @@ def to_evaluation(model: GraphModule) -> GraphModule:
     module_calls = list(train_eval_modules(model))
     for node, module in module_calls:
         result = _recorded(module, node)
-        result.meta.update({key: value for key, value in node.meta.items() if key != OPERATOR_KEY})
-        node.replace_all_uses_with(result)
-        model.graph.erase_node(node)
+        replace_node(node, result, OPERATOR_KEY)
     if module_calls:
         model.graph.eliminate_dead_code(has_effect)  # what only training reads
         delete_unused_modules(model)

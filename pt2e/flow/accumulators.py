@@ -9,6 +9,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 
 from pt2mx.fx.graph.node import args_of, called, inherit_location, insert_call, model_of, name_of, node_arg
+from pt2mx.fx.graph.tensors import replace_node
 from pt2mx.fx.passes.accumulate import accumulated_call
 from pt2mx.fx.training.fuse_batch_norm import NormalizedLayer
 from pt2mx.fx.training.train_eval import insert_module
@@ -62,9 +63,7 @@ def convert_accumulators(model: GraphModule) -> None:
     for node, call in list(_accumulated_calls(model)):
         if call is not None:
             sums = insert_call(node, call)
-            sums.meta.update(node.meta)
-            node.replace_all_uses_with(sums)
-            model.graph.erase_node(node)
+            replace_node(node, sums)
 
 
 def accumulator_of(node: Node) -> dict[str, Any]:
