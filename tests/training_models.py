@@ -5,6 +5,8 @@ import copy
 import torch
 from torch import nn
 
+from tests.models import module_of
+
 #: name -> (the layer, its batch norm, the shape of its input)
 NORMALIZED_LAYERS = {
     "conv1d": (nn.Conv1d(6, 8, 3), nn.BatchNorm1d(8, 1e-3, 0.2), (4, 6, 9)),
@@ -61,30 +63,18 @@ class DropsView(nn.Module):
         return before + self.after(y)
 
 
-class StochasticDepth(nn.Module):
+def stochastic_depth(self, x):
     """A residual layer that training leaves out of some rows, as torchvision's and timm's do."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, x):
-        y = self.layer(x)
-        return x + (y * y.new_empty(len(y), 1).bernoulli_(0.7).div_(0.7) if self.training else y)
+    y = self.layer(x)
+    return x + (y * y.new_empty(len(y), 1).bernoulli_(0.7).div_(0.7) if self.training else y)
 
 
-class NormOften(nn.Module):
+def norm_often(self, x):
     """One batch norm, called twice and once more in a subgraph."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.norm = nn.Linear(8, 8), nn.BatchNorm1d(8)
-
-    def forward(self, x):
-        y = self.norm(self.layer(x))
-        with torch.no_grad():
-            z = self.norm(x)
-        return self.norm(y * 2) + z
+    y = self.norm(self.layer(x))
+    with torch.no_grad():
+        z = self.norm(x)
+    return self.norm(y * 2) + z
 
 
 class Recurrent(nn.Module):
@@ -105,13 +95,13 @@ WITH_MODES = {
     "dropout in place": (nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3, inplace=True), nn.Linear(8, 8)), (4, 8)),
     "dropout2d in place": (nn.Sequential(nn.Conv2d(4, 4, 1), nn.Dropout2d(0.5, inplace=True)), (4, 4, 3, 3)),
     "dropout of a view": (DropsView(), (4, 8)),
-    "stochastic depth": (StochasticDepth(), (4, 8)),
+    "stochastic depth": (module_of(stochastic_depth, layer=nn.Linear(8, 8)), (4, 8)),
     "alpha_dropout": (nn.Sequential(nn.Linear(8, 8), nn.AlphaDropout(0.2)), (4, 8)),
     "rrelu": (nn.Sequential(nn.Linear(8, 8), nn.RReLU()), (4, 8)),
     "rrelu in place": (nn.Sequential(nn.Linear(8, 8), nn.RReLU(inplace=True), nn.Linear(8, 8)), (4, 8)),
     "instance_norm": (nn.Sequential(nn.Conv1d(6, 8, 3), nn.InstanceNorm1d(8, track_running_stats=True)), (4, 6, 9)),
     "batch_norm": (nn.Sequential(nn.BatchNorm1d(8, 1e-3, 0.2), nn.Linear(8, 8)), (4, 8)),
-    "batch_norm often": (NormOften(), (4, 8)),
+    "batch_norm often": (module_of(norm_often, layer=nn.Linear(8, 8), norm=nn.BatchNorm1d(8)), (4, 8)),
     "attention": (Attention(), (2, 4, 8, 16)),
     "lstm": (Recurrent(nn.LSTM), (3, 5, 8)),
     "gru": (Recurrent(nn.GRU), (3, 5, 8)),

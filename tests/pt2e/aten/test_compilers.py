@@ -6,6 +6,7 @@ from torch import nn
 
 from pt2mx import lower_to_aten
 from tests.compare import sqnr
+from tests.models import module_of
 from tests.pt2e.aten.compilers import COMPILERS, minilm, resnet18
 from tests.pt2e.aten.test_lower import Product, program_of, quantizer_of, run
 from tests.pt2e.exporters.models import MODELS, example
@@ -39,19 +40,16 @@ def test_quantized_tensors_have_their_bits(text, both):
     assert torch.equal(call(x), in_torch(x))
 
 
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.qkv, self.out = nn.Linear(64, 192), nn.Linear(64, 64)
-
-    def forward(self, x):  # (B, T, 64) -> (B, T, 64)
-        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 32)).permute(2, 0, 3, 1, 4).unbind()
-        return self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+def attention(self, x):  # (B, T, 64) -> (B, T, 64)
+    q, k, v = self.qkv(x).unflatten(-1, (3, 2, 32)).permute(2, 0, 3, 1, 4).unbind()
+    return self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
 def test_attention_whose_operands_are_squeezed(both):
     x = torch.randn(4, 20, 64)
-    call, in_torch = both(program_of(Attention(), (x,), "mxfp8"))
+    call, in_torch = both(
+        program_of(module_of(attention, qkv=nn.Linear(64, 192), out=nn.Linear(64, 64)), (x,), "mxfp8")
+    )
     assert sqnr(call(x), in_torch(x)) >= 100
 
 
@@ -107,17 +105,12 @@ def test_a_decoder_reads_a_prompt_and_tokens(recipe, both):
         assert torch.equal(y.argmax(-1), tokens)
 
 
-class Logits(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.model = MODELS["llama"]()
-
-    def forward(self, ids):  # (B, T) -> (B, T, vocabulary)
-        return self.model(input_ids=ids, use_cache=False).logits
+def logits_forward(self, ids):  # (B, T) -> (B, T, vocabulary)
+    return self.model(input_ids=ids, use_cache=False).logits
 
 
 def llama():
-    return Logits(), (example("llama")["input_ids"],)
+    return module_of(logits_forward, model=MODELS["llama"]()), (example("llama")["input_ids"],)
 
 
 @pytest.mark.parametrize("make", [minilm, resnet18, llama])

@@ -7,6 +7,7 @@ from pt2mx import MXError, MXQuantizer, get_default_mx_quantization_config, lowe
 from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.qdq import is_portable
 from tests.flow import calibrated, convert, exported, reloaded
+from tests.models import module_of
 from tests.scaled_mm import ScaledMM
 from tests.subgraph_models import Cond, NoGrad, WhileLoop, X
 
@@ -123,19 +124,14 @@ def test_batch_norms_with_weights_as_bytes():
     torch.testing.assert_close(run(lowered, x), run(program, x), rtol=1e-5, atol=1e-5)
 
 
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(20, 64)
-
-    def forward(self, ids):
-        h = self.table(ids)
-        return nn.functional.linear(h, self.table.weight), h @ self.table.weight.t()
+def tied(self, ids):
+    h = self.table(ids)
+    return nn.functional.linear(h, self.table.weight), h @ self.table.weight.t()
 
 
 def test_tied_weights_and_transposed_ones():
     """The table and the layer share codes and scales; those of the product run along the other dimension."""
-    program = program_of(Tied(), (IDS,), "mxfp8")
+    program = program_of(module_of(tied, table=nn.Embedding(20, 64)), (IDS,), "mxfp8")
     lowered = lower_to_aten(program)
     stored = sorted((tuple(t.shape), t.is_contiguous(), t.dtype) for t in lowered.state_dict.values())
     assert stored == [
@@ -163,42 +159,32 @@ def test_blocks_that_are_not_finite_and_tiny_ones(text, matmul):
     torch.testing.assert_close(y, expected, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
-class Attention(nn.Module):
+def attention_forward(self, x):  # (B, T, 32) -> (B * T, 32)
     """A view of the result of attention, as GPT-2 has it: `run_decompositions()` of torch 2.13 refuses its strides."""
-
-    def __init__(self):
-        super().__init__()
-        self.qkv, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
-
-    def forward(self, x):  # (B, T, 32) -> (B * T, 32)
-        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4).unbind()
-        y = nn.functional.scaled_dot_product_attention(q, k, v)  # (B, 2, T, 16)
-        return self.out(y.transpose(1, 2).reshape(*x.shape).view(-1, 32))
+    q, k, v = self.qkv(x).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4).unbind()
+    y = nn.functional.scaled_dot_product_attention(q, k, v)  # (B, 2, T, 16)
+    return self.out(y.transpose(1, 2).reshape(*x.shape).view(-1, 32))
 
 
 def test_attention_keeps_the_order_of_its_memory():
     x = torch.randn(3, 5, 32)
-    program = program_of(Attention(), (x,), "mxfp8")
+    program = program_of(module_of(attention_forward, qkv=nn.Linear(32, 96), out=nn.Linear(32, 32)), (x,), "mxfp8")
     lowered = lower_to_aten(program)
     assert {op for op in called(lowered) if torch.Tag.core not in op.tags} == set()
     assert aten.squeeze.dims not in called(lowered)  # which IREE refuses, and `unbind` calls
     torch.testing.assert_close(run(lowered, x), run(program, x), rtol=0.05, atol=0.05)
 
 
-class Norm(nn.Module):
+def norm_forward(self, x):
     """A batch norm along the last dimension, as of PatchTST, whose kernel gives another order than its input has."""
-
-    def __init__(self):
-        super().__init__()
-        self.norm, self.linear = nn.BatchNorm1d(32), nn.Linear(32, 32)
-
-    def forward(self, x):
-        return self.linear(self.norm(x.transpose(1, 2)).transpose(1, 2))
+    return self.linear(self.norm(x.transpose(1, 2)).transpose(1, 2))
 
 
 def test_batch_norms_keep_the_order_of_their_memory():
     x = torch.randn(2, 4, 32)
-    program = program_of(Norm(), (x,), quantizer_of("mxfp8", "mxfp8"))
+    program = program_of(
+        module_of(norm_forward, norm=nn.BatchNorm1d(32), linear=nn.Linear(32, 32)), (x,), quantizer_of("mxfp8", "mxfp8")
+    )
     assert torch.equal(run(pt2mx.lower_to_aten(program), x), run(program, x))
 
 
@@ -389,40 +375,28 @@ def test_refusals():
             lower_to_aten(given, **options)
 
 
-class Integers(nn.Module):
+def integers(self, x, i):  # i: (8,) int64
     """Calls that compilers lack and lowering rewrites, beside a layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(64, 16)
-
-    def forward(self, x, i):  # i: (8,) int64
-        powers = 2.0**i, 2 ** (i > 0), 2 ** (i.abs() * 20)
-        bits = (i > 0) | 1, (i > 0) ^ True, i.to(torch.uint8) | 0x80
-        return *powers, *bits, i << 3, i >> i.abs(), i[i.abs().int()], i.sum().squeeze((0,)), self.linear(x)
+    powers = 2.0**i, 2 ** (i > 0), 2 ** (i.abs() * 20)
+    bits = (i > 0) | 1, (i > 0) ^ True, i.to(torch.uint8) | 0x80
+    return *powers, *bits, i << 3, i >> i.abs(), i[i.abs().int()], i.sum().squeeze((0,)), self.linear(x)
 
 
 def test_integers_of_the_model_keep_their_values():
     x, i = torch.randn(2, 64), torch.arange(-3, 5)
-    program = program_of(Integers(), (x, i), "mxfp8")
+    program = program_of(module_of(integers, linear=nn.Linear(64, 16)), (x, i), "mxfp8")
     for y, expected in zip(run(lower_to_aten(program), x, i), run(program, x, i), strict=True):
         assert y.dtype == expected.dtype and torch.equal(y, expected)
 
 
-class Experts(nn.Module):
+def experts(self, x, offs):  # (T, 32), (3,) int32 -> (T, 16)
     """The rows of each expert by its weight."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(3, 32, 16))
-
-    def forward(self, x, offs):  # (T, 32), (3,) int32 -> (T, 16)
-        return torch._grouped_mm(x, self.weight.to(x.dtype), offs=offs)
+    return torch._grouped_mm(x, self.weight.to(x.dtype), offs=offs)
 
 
 def test_experts_multiply_all_rows():
     x, offs = torch.randn(9, 32, dtype=torch.bfloat16), torch.tensor([2, 2, 9], dtype=torch.int32)
-    program = program_of(Experts().bfloat16(), (x, offs), "mxfp8")
+    program = program_of(module_of(experts, weight=nn.Parameter(torch.randn(3, 32, 16))).bfloat16(), (x, offs), "mxfp8")
     lowered = lower_to_aten(program)
     assert {op for op in called(lowered) if torch.Tag.core not in op.tags} == set()
     torch.testing.assert_close(run(lowered, x, offs), run(program, x, offs))
@@ -438,13 +412,8 @@ def _(x):
     return torch.empty_like(x)
 
 
-class Custom(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear, self.act = nn.Linear(64, 16), Doubled()
-
-    def forward(self, x):
-        return self.act(self.linear(x))
+def custom(self, x):
+    return self.act(self.linear(x))
 
 
 class Doubled(nn.Module):
@@ -454,7 +423,7 @@ class Doubled(nn.Module):
 
 def test_a_custom_operator_is_named_with_its_module():
     x = torch.randn(2, 64)
-    program = program_of(Custom(), (x,), "mxfp8")
+    program = program_of(module_of(custom, linear=nn.Linear(64, 16), act=Doubled()), (x,), "mxfp8")
     with pytest.raises(MXError, match=r"pt2mx_tests\.doubled\.default of 'act' has no form in core ATen operators"):
         lower_to_aten(program)
     assert torch.equal(run(lower_to_aten(program, core=False), x), run(program, x))

@@ -10,6 +10,7 @@ import pt2mx
 from pt2mx import MXError, MXFakeQuantize, MXFormatObserver, MXObserver, fake_quantize_mx
 from pt2mx.analysis.sums import QuantizationStatistics, quantization_sums
 from tests.flow import calibrated, exported
+from tests.models import module_of
 
 QSCHEME = ("mx", "fp4_e2m1", 32, 1, "floor", "even")
 
@@ -156,21 +157,15 @@ class Counting(MXObserver):
         self.seen += x.numel()
 
 
-class Pair(nn.Module):
+def pair(self, x):
     """Two layers of one input, whose weights share a tensor scale."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b = nn.Linear(32, 16), nn.Linear(32, 16)
-
-    def forward(self, x):
-        return self.a(x) + 20 * self.b(x)
+    return self.a(x) + 20 * self.b(x)
 
 
 def test_an_observer_of_a_user_measures_with_the_scale_that_is_used():
     x = torch.randn(6, 32)
-    graph = exported(Pair().eval(), x)
+    torch.manual_seed(0)
+    graph = exported(module_of(pair, a=nn.Linear(32, 16), b=nn.Linear(32, 16)).eval(), x)
     own = dict.fromkeys(("weight", "activation"), Counting)
     configs = [pt2mx.MXQuantizationConfig(weight="nvfp4", activation="nvfp4", observer=o) for o in (own, None)]
     mine, plain = (calibrated(graph, pt2mx.MXQuantizer().set_global(config), x) for config in configs)

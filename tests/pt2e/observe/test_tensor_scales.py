@@ -11,6 +11,7 @@ from pt2mx.pt2e.observe.qspec import mx_qscheme, mx_qspec
 from pt2mx.pt2e.observe.tensor_scales import StaticTensorScale
 from tests.flow import calibrated, exported
 from tests.graph import calls
+from tests.models import module_of
 from tests.pt2e.flow.test_scale_formats import BATCH, Net, X, fake_quantized
 
 ops = torch.ops.pt2mx
@@ -71,22 +72,19 @@ def test_a_batch_without_a_finite_value_changes_no_scale(rule, without):
     assert zero.amax == torch.tensor(3.0) - torch.tensor(0.01) * 3
 
 
-class Experts(nn.Module):
+def experts(self, x):
     """Two layers; each gets the rows on its side of zero, which may be none."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.low, self.high = nn.Linear(64, 32), nn.Linear(64, 32)
-
-    def forward(self, x):
-        is_low = x[:, 0] < 0
-        return self.low(x[is_low]).sum() + self.high(x[~is_low]).sum()
+    is_low = x[:, 0] < 0
+    return self.low(x[is_low]).sum() + self.high(x[~is_low]).sum()
 
 
 def prepared_experts(prepare, rule):
     config = MXQuantizationConfig(weight="nvfp4", activation="nvfp4", tensor_scale=rule)
-    return prepare(exported(Experts(), X_OF_BOTH), MXQuantizer().set_global(config))
+    torch.manual_seed(0)
+    return prepare(
+        exported(module_of(experts, low=nn.Linear(64, 32), high=nn.Linear(64, 32)), X_OF_BOTH),
+        MXQuantizer().set_global(config),
+    )
 
 
 @pytest.mark.parametrize("rule", ["static", "moving_average"])
@@ -228,19 +226,16 @@ def test_compiled_training_is_one_graph_with_the_bits_of_eager(compiler):
 
 
 def test_subgraphs():
-    class Branches(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.a, self.b = nn.Linear(64, 32), nn.Linear(64, 32)
-
-        def forward(self, x):
-            return torch.cond(x.sum() > 0, lambda x: self.a(x).relu(), self.b, (x,))
+    def branches(self, x):
+        return torch.cond(x.sum() > 0, lambda x: self.a(x).relu(), self.b, (x,))
 
     x = torch.randn(4, 64)
     x = x if x.sum() > 0 else -x
     quantizer = MXQuantizer().set_global(MXQuantizationConfig(weight="nvfp4", activation="nvfp4"))
-    prepared = calibrated(exported(Branches().eval(), x), quantizer, x)
+    torch.manual_seed(0)
+    prepared = calibrated(
+        exported(module_of(branches, a=nn.Linear(64, 32), b=nn.Linear(64, 32)).eval(), x), quantizer, x
+    )
     with pytest.raises(MXError, match="no batch was seen"):  # by the other branch
         pt2mx.convert_pt2e(prepared)
     with torch.no_grad():

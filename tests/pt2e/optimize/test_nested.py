@@ -7,27 +7,21 @@ from torch import nn
 import pt2mx
 from pt2mx import MXError, MXQuantizationConfig, MXQuantizer
 from pt2mx.pt2e.optimize.slice import slice_graph
-from tests.models import IDS, Tied
+from tests.models import IDS, Tied, module_of
 
 FP4 = MXQuantizer.from_recipe("mxfp4_weight_only")
 
 
-class Net(nn.Module):
+def net_forward(self, x):
     """A convolution, whose blocks run along dimension 1, and linear layers."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.conv, self.up, self.down = nn.Conv1d(40, 36, 3), nn.Linear(36, 96), nn.Linear(96, 8)
-
-    def forward(self, x):
-        return self.down(torch.relu(self.up(torch.relu(self.conv(x)).mean(2))))
+    return self.down(torch.relu(self.up(torch.relu(self.conv(x)).mean(2))))
 
 
 def net():
     generator = torch.Generator().manual_seed(0)
     batches = [(torch.randn(64, 40, 5, generator=generator),) for _ in range(4)]
-    model = Net().eval()
+    torch.manual_seed(0)
+    model = module_of(net_forward, conv=nn.Conv1d(40, 36, 3), up=nn.Linear(36, 96), down=nn.Linear(96, 8)).eval()
     return torch.export.export(model, batches[0]).module(), batches
 
 
