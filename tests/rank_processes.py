@@ -4,7 +4,10 @@ import pickle
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import torch
+import torch.distributed
 import torch.multiprocessing
 
 from tests.fresh_process import run_program
@@ -28,3 +31,17 @@ def run_ranks(work: Callable, *arguments: object, count: int = 2, method: str = 
     with tempfile.TemporaryDirectory() as folder:
         finished = run_program(_RUN, "ranks", Path(folder), arguments=[request])
     assert finished.status == 0, finished.err
+
+
+def results_of_ranks(work: Callable, *arguments: object, method: str = "fork") -> list[Any]:
+    """Call `work(rank, *arguments)` on two ranks of a group of gloo, the default one, and return their results."""
+    with tempfile.TemporaryDirectory() as folder:
+        run_ranks(_in_group, folder, work, arguments, method=method)
+        return [torch.load(f"{folder}/{rank}.pt", weights_only=True) for rank in (0, 1)]
+
+
+def _in_group(rank: int, folder: str, work: Callable, arguments: tuple[object, ...]) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=2)
+    torch.save(work(rank, *arguments), f"{folder}/{rank}.pt")
+    torch.distributed.destroy_process_group()

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import pt2mx
 from pt2mx import MXQuantizer, get_default_mx_quantization_config
 from tests.flow import assert_converts_to_the_bit
-from tests.rank_processes import run_ranks
+from tests.rank_processes import results_of_ranks
 
 MXFP8 = get_default_mx_quantization_config()
 
@@ -183,10 +183,8 @@ def test_accumulated_gradients_are_those_of_the_whole_batch():
         torch.testing.assert_close(p.grad, gradient, rtol=1e-4, atol=1e-6)
 
 
-def train_on_half(rank, folder):
+def train_on_half(rank):
     """One of two processes: four steps on its half of the batch with DDP, then with FSDP2."""
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=2)
     x, labels = (part[8 * rank : 8 * rank + 8] for part in data(Block()))
     results = {}
     mesh = init_device_mesh("cpu", (2,))  # also where there is a GPU
@@ -196,18 +194,16 @@ def train_on_half(rank, folder):
         losses = train(model, (x, labels), 4)
         state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
         results[name] = losses, state
-    torch.save(results, f"{folder}/{rank}.pt")
-    torch.distributed.destroy_process_group()
+    return results
 
 
 @pytest.mark.compiled
-def test_two_processes_take_the_steps_of_one(tmp_path):
+def test_two_processes_take_the_steps_of_one():
     """Gradients are the means over the halves, so only the order of sums differs."""
-    run_ranks(train_on_half, str(tmp_path))
+    first, second = results_of_ranks(train_on_half)
     x, labels = data(Block())
     prepared = prepare().eval()
     want = torch.tensor(train(prepared, (x, labels), 4))
-    first, second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1))
     for name in ("ddp", "fsdp"):
         losses = (torch.tensor(first[name][0]) + torch.tensor(second[name][0])) / 2
         torch.testing.assert_close(losses, want, rtol=1e-5, atol=0)
@@ -218,10 +214,8 @@ def test_two_processes_take_the_steps_of_one(tmp_path):
         assert_converts_to_the_bit(gathered, x)
 
 
-def train_compiled_on_half(rank, folder):
+def train_compiled_on_half(rank):
     """One of two processes: two steps of a convolution and its batch norm with DDP, eager and compiled."""
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=2)
     x, labels = (part[8 * rank : 8 * rank + 8] for part in data(ConvNet()))
     results = []
     for compiled in (False, True):
@@ -230,15 +224,12 @@ def train_compiled_on_half(rank, folder):
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         losses = train(called, (x, labels), 2, optimizer)
         results.append((losses, [p.grad for p in model.parameters()], model.module.state_dict()))
-    torch.save(results, f"{folder}/{rank}.pt")
-    torch.distributed.destroy_process_group()
+    return results
 
 
 @pytest.mark.slow  # two processes import torch and compile
-def test_compiled_training_of_two_processes_is_that_of_eager(tmp_path):
-    run_ranks(train_compiled_on_half, str(tmp_path), method="spawn")
-    for rank in (0, 1):
-        eager, compiled = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
+def test_compiled_training_of_two_processes_is_that_of_eager():
+    for eager, compiled in results_of_ranks(train_compiled_on_half, method="spawn"):
         torch.testing.assert_close(torch.tensor(compiled[0]), torch.tensor(eager[0]), rtol=1e-4, atol=0)
         for got, want in zip(compiled[1], eager[1], strict=True):
             torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3 * want.abs().max().item() + 1e-6)

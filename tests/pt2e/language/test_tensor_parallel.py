@@ -6,7 +6,7 @@ from pt2mx import MXError, MXQuantizer, get_default_mx_quantization_config, quan
 from pt2mx.pt2e.language import ranks
 from pt2mx.pt2e.language.tensor_parallel import shard
 from tests.language_models import FAMILIES, divisible_decoder, transformers
-from tests.rank_processes import run_ranks
+from tests.rank_processes import results_of_ranks
 
 #: with biases everywhere, norms and inputs on all ranks, heads that are gathered or share a weight
 SHARDED = ("llama", "qwen2", "qwen3", "gemma2", "phi3")
@@ -32,22 +32,18 @@ def each_rank(work, count=2):
     return result
 
 
-def compute(rank, folder, families):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=2)
+def compute(rank, families):
     with torch.no_grad():
         result = {family: shard(divisible_decoder(family))(TOKENS).logits for family in families}
     result["balanced"] = quantize_language_model(
         shard(divisible_decoder("llama", num_hidden_layers=1)), BALANCED, [TEXT]
     )(TEXT).logits
-    torch.save(result, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    return result
 
 
 @pytest.mark.parametrize("families", [SHARDED, pytest.param(MORE, marks=pytest.mark.compiled)])
-def test_two_ranks_compute_what_one_does(families, tmp_path):
-    run_ranks(compute, str(tmp_path), families)
-    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+def test_two_ranks_compute_what_one_does(families):
+    first, second = results_of_ranks(compute, families)
     for name, logits in first.items():
         assert torch.equal(logits, second[name])  # the ranks choose the same tokens
     with torch.no_grad():

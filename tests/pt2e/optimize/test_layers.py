@@ -8,7 +8,7 @@ import pt2mx
 from pt2mx import MXError, MXQuantizer
 from pt2mx.pt2e.optimize.distill import distill
 from pt2mx.pt2e.optimize.layers import layered
-from tests.rank_processes import run_ranks
+from tests.rank_processes import results_of_ranks
 
 QUANTIZER = MXQuantizer.from_recipe("mxfp4")
 
@@ -124,22 +124,17 @@ def test_compiled_steps():
     assert prepared._compiled_call_impl is None
 
 
-def train_on_rank(rank, folder, options):
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=2)
+def train_on_rank(rank, options):
     exported, prepared, batches = decoder()
     group = torch.distributed.group.WORLD
-    results = [values(distill(prepared, exported, batches, group=group, **one)) for one in options]
-    torch.save(results, f"{folder}/{rank}.pt")
-    torch.distributed.destroy_process_group()
+    return values(distill(prepared, exported, batches, group=group, **options))
 
 
 @pytest.mark.compiled
-def test_two_ranks_take_the_steps_of_one_with_twice_as_many_batches(tmp_path):
-    run_ranks(train_on_rank, str(tmp_path), [{"lr": 1e-3, "recompute": True}])
+def test_two_ranks_take_the_steps_of_one_with_twice_as_many_batches():
+    first, second = results_of_ranks(train_on_rank, {"lr": 1e-3, "recompute": True})
     exported, prepared, batches = decoder()
     wanted = values(distill(prepared, exported, batches, lr=1e-3, accumulate=2))
-    (first,), (second,) = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1))
     assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
     assert_close(first, wanted)
     assert not torch.equal(first["embedding.weight"], exported.state_dict()["embedding.weight"])

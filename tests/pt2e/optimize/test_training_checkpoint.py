@@ -8,7 +8,7 @@ import pt2mx
 from pt2mx import MXError, MXQuantizer
 from pt2mx.pt2e.optimize.distill import distill
 from pt2mx.pt2e.optimize.losses import relative_error
-from tests.rank_processes import run_ranks
+from tests.rank_processes import results_of_ranks
 
 QUANTIZER = MXQuantizer.from_recipe("mxfp4")
 
@@ -122,21 +122,17 @@ def test_tensors_that_the_checkpoint_lacks(tmp_path):
 
 
 def train_on_rank(rank, folder):
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/init", rank=rank, world_size=2)
     group = torch.distributed.group.WORLD
     results = [trained(f"{folder}/whole", group=group)[0]]
     trained(f"{folder}/stopped", group=group, stop=16)
     results.append(trained(f"{folder}/stopped", group=group)[0])
     trained(f"{folder}/half", group=group, stop=16)
-    torch.save(results, f"{folder}/{rank}.pt")
-    torch.distributed.destroy_process_group()
+    return results
 
 
 @pytest.mark.compiled
 def test_ranks_go_on_together_and_one_process_goes_on_alone(tmp_path):
-    run_ranks(train_on_rank, str(tmp_path))
-    (whole, resumed), second = (torch.load(tmp_path / f"{rank}.pt", weights_only=True) for rank in (0, 1))
+    (whole, resumed), second = results_of_ranks(train_on_rank, str(tmp_path))
     assert equal(resumed, whole) and equal(second[0], whole) and equal(second[1], whole)
     alone, _ = trained(tmp_path / "half", accumulate=2)
     for name, tensor in whole.items():
