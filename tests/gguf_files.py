@@ -59,11 +59,16 @@ def write_gguf(
             writer.add_tensor(stored, _blocks(np.ascontiguousarray(values), to), raw_dtype=to)
     for name, tensor in (extra or {}).items():
         writer.add_tensor(name, tensor.numpy())
+    finish(writer)
+    return path
+
+
+def finish(writer) -> None:
+    """Write the file of a `gguf.GGUFWriter`."""
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
 
 
 def _blocks(values: np.ndarray, to) -> np.ndarray:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from pt2mx.extras import import_extra
+from tests.gguf_files import finish
 
 #: type of a block -> the bytes of its scale, so that values are small numbers
 _SCALES = {"MXFP4": bytes([121]), "Q4_0": np.float16(0.005).tobytes(), "Q8_0": np.float16(0.0005).tobytes()}
@@ -59,7 +60,4 @@ def write_random_llama(path: Path, kind: str, config: Any) -> None:
         writer.add_tensor(f"{name}.weight", blocks.reshape(rows, -1), raw_dtype=block_type)
     for name in norms:
         writer.add_tensor(f"{name}.weight", np.ones(hidden, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)

@@ -6,6 +6,7 @@ import torch
 
 from pt2mx import MXError
 from pt2mx.pt2e.models.gguf_file import GGUFFile
+from tests.gguf_files import finish
 
 gguf = pytest.importorskip("gguf")
 
@@ -42,10 +43,7 @@ def path(tmp_path):
     for name, tensor in _tensors().items():
         writer.add_tensor(name, tensor, raw_dtype=gguf.GGMLQuantizationType[name])
     writer.add_tensor("experts", np.arange(24, dtype=np.float32).reshape(2, 3, 4))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return tmp_path / "model.gguf"
 
 

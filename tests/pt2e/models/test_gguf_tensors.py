@@ -11,7 +11,7 @@ from pt2mx.pt2e.language import decoder
 from pt2mx.pt2e.models.gguf_file import GGUFFile
 from pt2mx.pt2e.models.gguf_model import config_of, gguf_in
 from pt2mx.pt2e.models.gguf_tensors import load_float_gguf
-from tests.gguf_files import write_gguf
+from tests.gguf_files import finish, write_gguf
 from tests.language_models import tiny_decoder
 
 gguf = pytest.importorskip("gguf")
@@ -161,10 +161,7 @@ def test_files_of_other_models(tmp_path):
         load_float_gguf(path)
     writer = gguf.GGUFWriter(path, "bert")
     writer.add_tensor("w", np.ones(4, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     with pytest.raises(MXError, match="holds a model of the architecture 'bert': pt2mx reads llama, qwen2"):
         load_float_gguf(path)
 

@@ -1,4 +1,5 @@
 import copy
+import itertools
 
 import pytest
 import torch
@@ -35,6 +36,18 @@ def net(dtype=torch.float32, training=False):
 
 def prepared_of(exported, batches):
     return pt2mx.prepare_qat_pt2e(pt2mx.optimize(exported, QUANTIZER, batches), QUANTIZER)
+
+
+def interrupted_at(call):
+    """A loss whose call of that number is interrupted."""
+    numbers = itertools.count(1)
+
+    def loss(actual, expected):
+        if next(numbers) == call:
+            raise KeyboardInterrupt
+        return (actual["out"] - expected["out"]).square().sum()
+
+    return loss
 
 
 def error(model, exported, x):
@@ -192,16 +205,8 @@ def test_slices_give_the_same_bits_again_and_an_error_restores_all():
     assert all(torch.equal(tensor, second.state_dict()[name]) for name, tensor in first.state_dict().items())
     models = slices_of(exported)
     saved = [dict(model.named_parameters()) for model in models]
-    calls = []
-
-    def interrupted(actual, expected):
-        calls.append(None)
-        if len(calls) == 6:
-            raise KeyboardInterrupt
-        return (actual["out"] - expected["out"]).square().sum()
-
     with pytest.raises(KeyboardInterrupt):
-        distill(models[0], exported, batches, interrupted, slices=models[1:])
+        distill(models[0], exported, batches, interrupted_at(6), slices=models[1:])
     for model, names in zip(models, saved, strict=True):
         assert all(tensor is names[name] for name, tensor in model.named_parameters())
 
@@ -240,16 +245,8 @@ def test_a_failed_call_leaves_the_model_as_it_was(loss, message):
     values = {name: tensor.clone() for name, tensor in saved.items()}
     with pytest.raises(MXError, match=message):
         distill(prepared, exported, batches, loss)
-    calls = []
-
-    def interrupted(actual, expected):
-        calls.append(None)
-        if len(calls) == 4:
-            raise KeyboardInterrupt
-        return (actual["out"] - expected["out"]).square().sum()
-
     with pytest.raises(KeyboardInterrupt):
-        distill(prepared, exported, batches, interrupted)
+        distill(prepared, exported, batches, interrupted_at(4))
     for name, tensor in prepared.named_parameters():
         assert tensor is saved[name] and torch.equal(tensor, values[name]) and tensor.grad is None
 
