@@ -1,7 +1,7 @@
 """Memory and time of a training step: LoRA on packed weights beside full fine-tuning in bfloat16, of one Llama shape.
 
     python -m tests.benchmarks.lora [--tokens 128 256 512] [--rank 16] [--recipe mxfp4_weight_only] [--layers 30]
-        [--shape smollm2] [--device cuda]
+        [--shape 135m|1b] [--device cuda]
 
 Random weights in the shape of SmolLM2-135M or Llama-3.2-1B, exported with the cache on both sides. AdamW trains all
 weights, or adapters of all projections. The peak is that of torch's tensors in a step: parameters, gradients,
@@ -25,28 +25,9 @@ from torch.fx import GraphModule
 import pt2mx
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.language import decoder
+from tests.benchmarks.language import config_of
 from tests.benchmarks.measure import Row, report, timed
 
-SHAPES = {
-    "smollm2": {
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "vocab_size": 49152,
-        "tie_word_embeddings": True,
-    },
-    "llama-1b": {
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-        "tie_word_embeddings": True,
-    },
-}
 PROJECTIONS = r".*\.(q|k|v|o|gate|up|down)_proj"
 
 
@@ -61,8 +42,7 @@ def sides(options: argparse.Namespace) -> tuple[pt2mx.LanguageModel, list[GraphM
     """Return the quantized model, and the graphs of full fine-tuning and of LoRA."""
     transformers = import_extra("transformers", "hf")
     torch.manual_seed(0)
-    layers = {} if options.layers is None else {"num_hidden_layers": options.layers}
-    config = transformers.LlamaConfig(**{**SHAPES[options.shape], **layers})
+    config = config_of(options.shape, options.layers)
     model = transformers.LlamaForCausalLM(config).to(options.device, torch.bfloat16).eval()
     quantized = pt2mx.quantize_language_model(model, pt2mx.MXQuantizer.from_recipe(options.recipe))
     lora = pt2mx.add_lora(quantized.program, options.rank, 2 * options.rank, PROJECTIONS)
@@ -106,14 +86,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[128, 256, 512])
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--recipe", default="mxfp4_weight_only")
-    parser.add_argument("--shape", choices=SHAPES, default="smollm2")
+    parser.add_argument("--shape", choices=("135m", "1b"), default="135m")
     parser.add_argument("--layers", type=int, help="by default those of the shape")
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     model, graphs = sides(options)
     rows: list[Row] = []
     for length in options.tokens:
-        tokens = torch.randint(SHAPES[options.shape]["vocab_size"], (1, length), device=options.device)
+        tokens = torch.randint(model.config.vocab_size, (1, length), device=options.device)
         full, lora = (step(graph, model.training_inputs, tokens) for graph in graphs)
         row = {"tokens": length, "full, MB": full.peak / 1e6, "LoRA, MB": lora.peak / 1e6}
         rows.append({**row, "LoRA over full": lora.peak / full.peak, "full, s": full.seconds, "LoRA, s": lora.seconds})
