@@ -8,8 +8,6 @@ kernels; qemu runs Python, many times slower than this machine. torch is 2.10, t
 PyPI needs no CUDA.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -3,8 +3,6 @@
 mypy sees the code as a user's, from a folder outside the checkout: it finds pt2mx where it is installed.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

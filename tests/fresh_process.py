@@ -1,8 +1,6 @@
 """Run programs in separate processes, forked from a process that has imported torch and torchao: importing them takes
 longer than most programs."""
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import functools

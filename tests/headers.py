@@ -3,8 +3,6 @@
 A header that includes what it uses can be read, moved and included in any order.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import subprocess

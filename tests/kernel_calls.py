@@ -1,7 +1,5 @@
 """Kernels by arguments and specs: each function here returns a call of an operator, and what its `check` returns."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any

@@ -1,7 +1,5 @@
 """Files that tests leave in the folder of temporary files, in the checkout and in the home of the user."""
 
-from __future__ import annotations
-
 import atexit
 import getpass
 import os

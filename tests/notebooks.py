@@ -1,8 +1,6 @@
 """Run the notebooks, and compare their outputs with those that they hold; `python -m tests.notebooks [NAME ...]` stores
 them."""
 
-from __future__ import annotations
-
 import math
 import os
 import re

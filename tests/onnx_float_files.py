@@ -1,7 +1,5 @@
 """Float ONNX files of several opsets, as older and current exporters write them."""
 
-from __future__ import annotations
-
 import warnings
 
 import numpy as np

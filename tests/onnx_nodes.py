@@ -1,7 +1,5 @@
 """Run ONNX models in onnxruntime, and compare their nodes of the domain `pt2mx` with pt2mx's operators."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import ml_dtypes

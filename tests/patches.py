@@ -1,7 +1,5 @@
 """What is patched: functions of torch, torchao, transformers and others that these libraries did not define."""
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Iterator

@@ -7,8 +7,6 @@ in place of the compiler adds the options. The compiler must be GCC, whose run-t
 Python. torch and Python are not checked, and neither are leaks, of which Python has many by design.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Docstrings: every public callable says what it takes, returns and raises, and its example gives what it shows."""
 
-from __future__ import annotations
-
 import ast
 import doctest
 import enum

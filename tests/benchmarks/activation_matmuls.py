@@ -8,8 +8,6 @@ of torch's float32 operators. On a GPU the operands are in bfloat16, as the quan
 relative to the operation in float64.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 

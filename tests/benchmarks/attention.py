@@ -11,8 +11,6 @@ a CPU, 16 MB are read before each call, as a step reads weights. On a GPU also "
 a few sequences call it (`decoding_attention`, `decoding_attention_mx`).
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 from collections.abc import Callable

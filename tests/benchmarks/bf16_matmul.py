@@ -9,8 +9,6 @@ that are integers). In the column `quantize`, the call also quantizes x from flo
 Errors are relative to the matmul in float64.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 from collections.abc import Callable, Iterator

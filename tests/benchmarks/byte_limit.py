@@ -1,7 +1,5 @@
 """The least time of a step of decoding: the bytes that it reads over the bandwidth of the memory."""
 
-from __future__ import annotations
-
 import statistics
 
 import torch

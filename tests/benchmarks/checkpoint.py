@@ -8,8 +8,6 @@ folder in shards. The command runs in a separate process. The benchmark prints t
 of the largest shard, and the time next to the time of copying the files.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import resource

@@ -7,8 +7,6 @@ converted model's; `IREE` and `eager` are milliseconds of the processor for a ba
 what IREE compiled. The recipe `float` is the exported model. What IREE refuses has its error in the place of figures.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 import warnings

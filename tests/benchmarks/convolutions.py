@@ -6,8 +6,6 @@ Milliseconds, in turns, of oneDNN in float32 and bfloat16, with its weight in it
 results in both. The ratio compares float32 results. The errors are of float32 results against float64.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 

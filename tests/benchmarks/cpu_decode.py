@@ -10,8 +10,6 @@ over the bandwidth of a sum of int64 values. All sides take turns, and a figure 
 table has the tokens a second of a prompt of that many tokens, too.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

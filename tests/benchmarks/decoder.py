@@ -1,7 +1,5 @@
 """A plain decoder of the shape of Llama 3.2 1B, with a static cache: one step of decoding is one call."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F

@@ -14,8 +14,6 @@ all ranks train together.
 The two take turns.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import os

@@ -8,8 +8,6 @@ errors of both against float64. Rows are shared among the experts at random. On 
 bfloat16 represents x; the second call shows the cost of this check.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 

@@ -9,8 +9,6 @@ kernels are timed alone too, also with GELU and with a layer norm of a sum, to F
 are relative to the matmul in float64.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 

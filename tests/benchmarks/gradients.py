@@ -9,8 +9,6 @@ The steps take turns. On a CPU their times are those of the processor, which oth
 clock's.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Callable

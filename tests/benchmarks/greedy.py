@@ -9,8 +9,6 @@ logits of one token, over the norm of the logits, the median of all tokens. `run
 tokens as the first.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 

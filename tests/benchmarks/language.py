@@ -11,8 +11,6 @@ limit: the bytes of weights, scales and cache over the bandwidth of the memory, 
 Under `torchrun --nproc-per-node N -m ...` the layers are divided among the ranks.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import os

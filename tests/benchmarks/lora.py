@@ -11,8 +11,6 @@ allocator.
 Reach: a peak of at most .45 of full fine-tuning's.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -9,8 +9,6 @@ and on a GPU the peak of torch's allocator. `--codes`: convert the checkpoint fi
 its codes.
 """
 
-from __future__ import annotations
-
 import argparse
 import subprocess
 import sys

@@ -16,8 +16,6 @@ float32 at most 0.45x (0.6x in MXFP8), in bfloat16 0.95x (1.05x); ResNet-18 0.6x
 BERT-large in bfloat16 0.9x (1.05x in MXFP8), BERT-large in float32 0.35x.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import sys

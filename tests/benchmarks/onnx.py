@@ -14,8 +14,6 @@ Reach: files of 0.15x (MXFP4) and 0.28x (MXFP8) of the float ones, a start of Mi
 time.
 """
 
-from __future__ import annotations
-
 import argparse
 import tempfile
 import time

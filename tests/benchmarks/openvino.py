@@ -11,8 +11,6 @@ of the float file, of the MX file and of the converted model that Inductor compi
 the difference of the MX file's first output from the converted model's, over the norm of that output.
 """
 
-from __future__ import annotations
-
 import argparse
 import tempfile
 import time

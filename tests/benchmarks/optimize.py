@@ -7,8 +7,6 @@ FP4 weights of the decoder's linear layers, preset "balanced", new weights in pl
 share of the batches. Seconds of calibration and rounding, and peak memory of the device over the memory of the model.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import time

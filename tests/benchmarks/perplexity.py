@@ -8,8 +8,6 @@ next-token distribution, and how often both have the same most likely token. Tok
 on `--threads` threads; with `--compile` quantized models are compiled.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from typing import Any

@@ -5,8 +5,6 @@
 It shows few words in large type, which can be read where a page is 390 pixels wide.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 from html import escape

@@ -9,8 +9,6 @@ quantized, the first and the last layer too.
 Reach: training recovers at least 80% of the loss of the cast, if the loss exceeds one point.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import json

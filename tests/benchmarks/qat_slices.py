@@ -10,8 +10,6 @@ format `alone`, of slices of the 8-bit one of these (`sliced`), and of slices of
 Reach: at most 1.1 at 4 bits.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import json

@@ -6,8 +6,6 @@ Milliseconds, in turns, on a GPU as CUDA graphs: attention alone, attention and 
 call of `attention_bfloat16` for both. Both give the same values, in bfloat16.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import partial
 

@@ -1,7 +1,5 @@
 """A GGUF file of a Llama with random codes, for llama.cpp to time."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -8,8 +8,6 @@ and evaluation). The recipe's algorithms round the weights; a decoder's cache st
 preparing and converting.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

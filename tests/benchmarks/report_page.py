@@ -7,8 +7,6 @@ error of each module in two formats, and the graphs before and after. Time is fr
 its script, in headless Chromium: the median of five loads, also with a processor that is four times as slow.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import tempfile

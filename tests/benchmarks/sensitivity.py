@@ -7,8 +7,6 @@ at 4.5, 5 and 6 bits a value, chosen by the noise of tensors and by the output, 
 The weights come from the packages of `accuracy/`.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Callable, Sequence

@@ -8,8 +8,6 @@ and `nested, distilled` trains all formats of it together. In brackets the loss 
 where the row is trained.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Iterator

@@ -11,8 +11,6 @@ time of a step in which no kernel runs, under torch's profiler, which takes time
 limit is the bytes of weights, scales and cache over a bandwidth, by default the bandwidth of a copy.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import statistics

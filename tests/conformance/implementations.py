@@ -1,7 +1,5 @@
 """Implementations with one planted fault each, and the corner and section that must name it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

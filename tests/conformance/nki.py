@@ -3,8 +3,6 @@
 It gives MXFP8 with a block scale twice that of the sample conversion in section 6.3 of OCP MX v1.0, so that the largest
 values round without saturation."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

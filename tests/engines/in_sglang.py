@@ -6,8 +6,6 @@ A machine with SGLang and an NVIDIA GPU; pt2mx is not needed. Each checkpoint ha
 scheduler ends its parent where it fails. The distances are those of `tests/engines/vllm/results.md`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

@@ -6,8 +6,6 @@ with `--all` `make test-all`'s. The faults that no test finds are listed last; e
     python -m tests.mutations [--only TEXT] [--jobs 2] [--all]
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess

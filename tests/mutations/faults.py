@@ -1,7 +1,5 @@
 """The faults: signs, axes, off-by-one, exchanged scales, forgotten clones and conditions."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

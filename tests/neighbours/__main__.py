@@ -7,8 +7,6 @@ with a newer torch takes 7 GB in the temporary folder (TMPDIR) while it runs. Wh
 `constraints.txt`, nothing runs, for `make test` runs the same.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import json

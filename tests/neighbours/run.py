@@ -1,7 +1,5 @@
 """One environment: install it in a temporary folder, run its tests, and delete it."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

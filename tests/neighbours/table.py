@@ -1,7 +1,5 @@
 """The environments: the packages that each moves away from `constraints.txt`, and the tests that run there."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 #: the flow: what calls torch.export and torchao

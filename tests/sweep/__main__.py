@@ -6,8 +6,6 @@ About a quarter of an hour on two cores that are otherwise idle; the share that 
 writes `tests/sweep/results.md`.
 """
 
-from __future__ import annotations
-
 import argparse
 import multiprocessing
 import platform

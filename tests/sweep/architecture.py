@@ -1,7 +1,5 @@
 """One architecture of the sweep."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass

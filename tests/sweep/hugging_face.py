@@ -1,7 +1,5 @@
 """transformers' architectures, as `hugging_face.yaml` lists them, and the inputs that they take."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

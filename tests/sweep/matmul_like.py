@@ -1,7 +1,5 @@
 """The matmul-like operators: a report must name them, quantized or not."""
 
-from __future__ import annotations
-
 from torch.fx import GraphModule, Node
 
 import pt2mx

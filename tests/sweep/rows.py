@@ -1,7 +1,5 @@
 """One row of the table that `python -m tests.sweep` prints."""
 
-from __future__ import annotations
-
 import time
 
 import pt2mx

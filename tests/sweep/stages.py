@@ -1,7 +1,5 @@
 """The stages that an architecture goes through."""
 
-from __future__ import annotations
-
 import warnings
 
 import torch

@@ -1,7 +1,5 @@
 """Every architecture of the sweep, each with a recipe."""
 
-from __future__ import annotations
-
 from tests.sweep import hugging_face, vision
 from tests.sweep.architecture import Architecture
 

@@ -1,8 +1,6 @@
 """torchvision's classification, segmentation, video and optical-flow architectures; none of the detection ones, which
 need its compiled operators."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -10,8 +10,6 @@ come the seconds until the model is quantized or distilled, and the peak memory 
 describes the data for calibration and evaluation.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

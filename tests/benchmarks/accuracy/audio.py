@@ -5,8 +5,6 @@ Telephone speech (`pyannote.audio` ships some) is unsuitable for calibration: it
 speech GPTQ then rounds worse than to nearest.
 """
 
-from __future__ import annotations
-
 import wave
 from pathlib import Path
 

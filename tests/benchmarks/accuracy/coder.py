@@ -3,8 +3,6 @@
 Its weights are codes of 5.0 bits a value (Q4_K and Q6_K), on grids that no MX format has.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

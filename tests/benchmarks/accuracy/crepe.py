@@ -4,8 +4,6 @@ Calibrated on 12 s of speech and tested on 8 s of another speaker, see `audio.py
 for calibration and each 20 ms for test. Mean and worst cosine of the 360 pitch activations.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import max_pool2d, pad, relu

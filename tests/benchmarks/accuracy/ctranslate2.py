@@ -4,8 +4,6 @@ A file is a header, the variables one after the other, and names for some of the
 values of one layer in one weight.
 """
 
-from __future__ import annotations
-
 import re
 import struct
 from collections.abc import Iterator

@@ -6,8 +6,6 @@ cosine of the logits, and how often the best class agrees with the float model's
 weights of at most 32,768 values, among them all depthwise ones, are INT8, with INT8 activations where others have any.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

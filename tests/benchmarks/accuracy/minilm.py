@@ -5,8 +5,6 @@ docstrings of packages. Mean and worst cosine to the float embeddings of two set
 which are of another kind, and 256 unseen docstrings. The loss is the loss of the 72.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.export import Dim

@@ -1,7 +1,5 @@
 """The table of models, and the measuring of one of them by its name."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial

@@ -3,8 +3,6 @@
 Of most of them only the folder is read: they are installed without what they would import.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

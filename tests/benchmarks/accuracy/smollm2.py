@@ -5,8 +5,6 @@ Blocks of 256 tokens: calibrated on 32 of docstrings of sympy and scipy, distill
 evaluated on 48 of networkx, scikit-learn and numpy. The loss is the KL divergence from the float model, in nats.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

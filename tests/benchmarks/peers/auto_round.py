@@ -1,7 +1,5 @@
 """AutoRound: signed gradient descent on the rounding and the range of each block, alone or after rotations."""
 
-from __future__ import annotations
-
 import torch
 from auto_round import AutoRound
 from auto_round.algorithms.transforms.hadamard.transforms import build_hadamard_transform

@@ -3,8 +3,6 @@
 The options are those of the program's YAML files. It chooses the device itself: a GPU where torch sees one.
 """
 
-from __future__ import annotations
-
 import torch
 from brevitas.graph.equalize import RotatedModule
 from brevitas.nn import QuantLinear

@@ -3,8 +3,6 @@
 A run rounds the weights once, with activations in float, and then adds the activation quantizers of each format.
 """
 
-from __future__ import annotations
-
 from copy import deepcopy
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Write the job of a model, and evaluate what a method wrote."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 

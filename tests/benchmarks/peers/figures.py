@@ -1,7 +1,5 @@
 """The scores of a quantized model for each window, compared with the float model, and the figures of a table."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple

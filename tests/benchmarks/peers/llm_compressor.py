@@ -3,8 +3,6 @@
 It chooses the device itself: a GPU where torch sees one.
 """
 
-from __future__ import annotations
-
 import functools
 
 from compressed_tensors.quantization.lifecycle.forward import forward_quantize

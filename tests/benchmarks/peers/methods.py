@@ -1,7 +1,5 @@
 """The table of methods, their environments, and the process of a method."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import os

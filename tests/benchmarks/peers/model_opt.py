@@ -1,7 +1,5 @@
 """NVIDIA ModelOpt: simulated quantization, calibrated by a pass over the data."""
 
-from __future__ import annotations
-
 import modelopt.torch.quantization as mtq
 from torch import Tensor, nn
 

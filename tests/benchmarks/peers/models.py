@@ -5,8 +5,6 @@ scikit-learn and numpy, of different files; the coder, on functions of these fil
 docstrings. EfficientNet uses the photographs of `accuracy/efficientnet.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple

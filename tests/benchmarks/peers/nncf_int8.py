@@ -1,7 +1,5 @@
 """NNCF: static INT8 of activations and weights, with its fast correction of biases, the only one for torch."""
 
-from __future__ import annotations
-
 import os
 
 import nncf

@@ -1,7 +1,5 @@
 """NNCF: compressed weights."""
 
-from __future__ import annotations
-
 import nncf
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """This project: rounded to nearest, by a preset of `pt2mx.optimize`, or by algorithms whose result checkpoints hold."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

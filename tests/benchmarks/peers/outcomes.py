@@ -1,7 +1,5 @@
 """The results of a setting over its seeds, the choice of the best setting, and the rows of the tables."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 

@@ -5,8 +5,6 @@
 `python -m tests.benchmarks.peers --record` writes the file.
 """
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

@@ -7,8 +7,6 @@ apply to their inputs. Methods that have activation quantizers of their own writ
 validation and test instead, in one format or in several.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import time

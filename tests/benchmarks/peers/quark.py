@@ -1,7 +1,5 @@
 """Quark: GPTQ, GPTAQ and Qronos, alone and after rotations."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from quark.torch import LLMTemplate, ModelQuantizer

@@ -4,8 +4,6 @@ A file of Quark has one MX format. The layers that are not MXFP4 have its INT8 w
 MXFP4 its static INT8.
 """
 
-from __future__ import annotations
-
 import contextlib
 import tempfile
 

@@ -1,7 +1,5 @@
 """Results of runs, which are kept so that later calls of the command show them, too."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The settings of the peers: setting -> the options that the module of the peer reads."""
 
-from __future__ import annotations
-
 from typing import Any
 
 _GPTQ: dict[str, Any] = {"GPTQModifier": {}}

@@ -3,8 +3,6 @@
 Activations have one scale for each tensor, weights one for each output channel.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torchao.quantization.pt2e import move_exported_model_to_eval

@@ -1,7 +1,5 @@
 """torchao: weights in MX formats, rounded to nearest."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torchao.prototype.mx_formats.config import ScaleCalculationMode

@@ -11,8 +11,6 @@ values of the checkpoint, which `decode.py` computes without pt2mx. Next to it i
 bfloat16, in which vLLM computes.
 """
 
-from __future__ import annotations
-
 import argparse
 import datetime
 import fnmatch

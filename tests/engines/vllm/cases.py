@@ -1,7 +1,5 @@
 """The checkpoints that run in vLLM: a model, a layout and formats each, written by the product's commands."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import re

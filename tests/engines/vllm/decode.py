@@ -1,7 +1,5 @@
 """The values of a quantized checkpoint, computed from the definitions of the formats, without pt2mx."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

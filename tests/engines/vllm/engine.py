@@ -3,8 +3,6 @@
 A process of its own, because what an engine leaves behind in one that failed may end it.
 """
 
-from __future__ import annotations
-
 import enum
 import gc
 import json

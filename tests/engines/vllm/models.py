@@ -1,7 +1,5 @@
 """The float models of the checkpoints, tiny ones with random weights and SmolLM2, and the texts to score."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Log-probabilities of transformers with the values of a checkpoint, in float32 and in bfloat16."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 
