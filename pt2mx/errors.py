@@ -1,7 +1,7 @@
 """The one exception type of pt2mx."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class MXError(ValueError):
@@ -24,6 +24,12 @@ def nearest(value: object, allowed: Iterable[str]) -> str:
     close = difflib.get_close_matches(str(value).lower(), by_lower, n=1, cutoff=0.4)
     hint = f"did you mean {by_lower[close[0]]!r}? " if close else ""
     return f"{hint}allowed: {', '.join(spellings)}"
+
+
+def listed(names: Sequence[str], most: int = 5) -> str:
+    """Return names as text; of many only the first."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def check_integer(name: str, value: object, least: int = -(2**63), most: int = 2**63 - 1) -> None:

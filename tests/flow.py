@@ -13,6 +13,17 @@ from torch.fx import GraphModule
 import pt2mx
 from pt2mx import MXQuantizationConfig, MXQuantizer
 
+#: a process without pt2mx: prints for each NAME whether NAME.pt2 gives what NAME.pt says
+WITHOUT_PT2MX = """
+import sys
+sys.modules["pt2mx"] = None  # an import of it fails
+import torch
+for name in sys.argv[1:]:
+    x, want = torch.load(f"{name}.pt")
+    with torch.no_grad():
+        print(torch.equal(torch.export.load(f"{name}.pt2").module()(x), want))
+"""
+
 
 def exported(model: nn.Module, *inputs: object, **options) -> GraphModule:
     """Return the graph of a model in its current mode."""

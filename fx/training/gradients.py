@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 from pt2mx import products
 from pt2mx.fx.graph.convolution import Convolution
 from pt2mx.fx.graph.node import make_positional, name_of, named_args, node_arg, operator_of, shape_of, value_of
-from pt2mx.fx.training.train_eval import TrainEvalModule, insert_module
+from pt2mx.fx.training.train_eval import TrainEvalModule, replace_by_module
 from pt2mx.ops.hadamard import hadamard
 from pt2mx.ops.quantization import FakeQuantize
 from pt2mx.products import Product, Products
@@ -344,9 +344,7 @@ def insert_quantized_gradients(model: GraphModule, quantizers: type[nn.Module]) 
         if node.op == "call_module":
             model.get_submodule(name_of(node)).gradients = gradients
         else:
-            call = insert_module(node, f"{node.name}_gradients", QuantizedBackward(gradients), node.args, node.meta)
-            node.replace_all_uses_with(call)
-            node.graph.erase_node(node)
+            call = replace_by_module(node, f"{node.name}_gradients", QuantizedBackward(gradients), node.args, node.meta)
         operands = [node_arg(call, position) for position in gradients.positions]
         call.kwargs = {"sources": tuple(_source(model, operand, quantizers) for operand in operands)}
     model.recompile()

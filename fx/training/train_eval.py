@@ -184,9 +184,11 @@ def insert_module(before: Node, name: str, module: nn.Module, args: tuple[Any, .
     return call
 
 
-def replace_by_module(node: Node, name: str, module: nn.Module, args: tuple[Any, ...], meta: dict[str, Any]) -> None:
-    node.replace_all_uses_with(insert_module(node, name, module, args, meta))
+def replace_by_module(node: Node, name: str, module: nn.Module, args: tuple[Any, ...], meta: dict[str, Any]) -> Node:
+    call = insert_module(node, name, module, args, meta)
+    node.replace_all_uses_with(call)
     node.graph.erase_node(node)
+    return call
 
 
 def to_evaluation(model: GraphModule) -> GraphModule:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from pt2mx.errors import MXError
+from pt2mx.errors import MXError, listed
 from pt2mx.kernels.packing import packed_length
 from pt2mx.ops.checks import HIGH_PRECISION
 from pt2mx.pt2e.checkpoints.configs import model_fields, write_config
@@ -158,9 +158,8 @@ def plan_conversion(
 def check_whole(source: Path, model: PreTrainedModel, names: Iterable[str]) -> None:
     """Raise an `MXError` where the files lack a tensor of the model: transformers would draw random values for it."""
     if missing := missing_tensors(model, names):
-        more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
         raise MXError(
-            f"{str(source)!r} lacks {', '.join(missing[:_NAMED])}{more}, which the {type(model).__name__} of its "
+            f"{str(source)!r} lacks {listed(missing, _NAMED)}, which the {type(model).__name__} of its "
             f"{CONFIG} has: fetch the checkpoint again, or name its own architecture in {CONFIG}"
         )
 

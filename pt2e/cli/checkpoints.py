@@ -9,6 +9,7 @@ from dataclasses import asdict
 
 from tqdm import tqdm
 
+from pt2mx.errors import listed
 from pt2mx.pt2e.checkpoints.convert_files import ConversionReport, convert_checkpoint
 from pt2mx.pt2e.checkpoints.engines import sentence
 from pt2mx.pt2e.checkpoints.statistics import StatisticsFile
@@ -94,5 +95,4 @@ def _note_unquantized(report: ConversionReport) -> None:
     for name, reason in report.left.items():
         by_reason.setdefault(reason, []).append(name)
     for reason, names in by_reason.items():
-        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-        note(f"in high precision: {', '.join(names[:_NAMED])}{more}: {reason}")
+        note(f"in high precision: {listed(names, _NAMED)}: {reason}")

@@ -11,13 +11,13 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
-from pt2mx.errors import MXError
+from pt2mx.errors import MXError, listed
 from pt2mx.fx.graph.tensors import remove_unused
 from pt2mx.pt2e.cli.checks import normalization_of
 from pt2mx.pt2e.cli.inputs import conform, signature_from_factory
 from pt2mx.pt2e.cli.progress import note
 from pt2mx.pt2e.files.user_errors import WITHOUT_EXPORT, quiet_export, user_errors
-from pt2mx.pt2e.flow.weights import listed, nonfinite_parameters
+from pt2mx.pt2e.flow.weights import nonfinite_parameters
 from pt2mx.pt2e.models.coverage import Coverage, tensors_read
 from pt2mx.pt2e.models.float_models import Batch, DynamicShapes, LoadedModel, load_model
 from pt2mx.pt2e.models.image_files import normalizing_reader

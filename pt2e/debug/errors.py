@@ -14,9 +14,8 @@ from torch import Tensor
 
 from pt2mx.analysis.agreement import ErrorSums, comparable, tensors_in
 from pt2mx.analysis.tables import text_table, worst_rows
-from pt2mx.errors import MXError, nearest
+from pt2mx.errors import MXError, listed, nearest
 from pt2mx.pt2e.files.output import write_text
-from pt2mx.pt2e.flow.weights import listed
 
 #: the operator in the row of an output of the model
 OUTPUT = "output"

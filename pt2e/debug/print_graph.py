@@ -13,12 +13,11 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
 from pt2mx.analysis.tables import text_table
-from pt2mx.errors import MXError, check_integer
+from pt2mx.errors import MXError, check_integer, listed
 from pt2mx.fx.graph.higher_order_ops import named_graph_modules
 from pt2mx.fx.graph.node import called, is_ours, named_args, value_of
 from pt2mx.fx.graph.source_node import module_name, modules_of, source_line
 from pt2mx.pt2e.debug.interpreter import check_module
-from pt2mx.pt2e.flow.weights import listed
 from pt2mx.pt2e.observe.observer import MXObserver
 from pt2mx.spec import MXSpec
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from pt2mx.errors import MXError
+from pt2mx.errors import MXError, listed
 from pt2mx.fx.graph.constants import hoist_tensor_scales
 from pt2mx.fx.graph.higher_order_ops import graph_modules, hop_calls
 from pt2mx.fx.graph.node import write_out_arguments
@@ -18,7 +18,7 @@ from pt2mx.fx.passes.fold_weights import fold_all_weights, fold_biases
 from pt2mx.fx.training.train_eval import to_evaluation
 from pt2mx.pt2e.flow.accumulators import convert_accumulators, remove_accumulators
 from pt2mx.pt2e.flow.prepare import INITIAL_KEY
-from pt2mx.pt2e.flow.weights import listed, nonfinite_weights, note_weights
+from pt2mx.pt2e.flow.weights import nonfinite_weights, note_weights
 from pt2mx.pt2e.observe import torchao_pt2e
 from pt2mx.pt2e.observe.observer import MXObserver
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 
 from pt2mx import ops
-from pt2mx.errors import MXError
+from pt2mx.errors import MXError, listed
 from pt2mx.fx.graph.constants import constant_nodes, mark_constants
 from pt2mx.fx.graph.higher_order_ops import graph_modules, hop_calls
 from pt2mx.fx.graph.modes import has_effect
@@ -30,7 +30,6 @@ from pt2mx.pt2e.flow.gradients import plan_gradients
 from pt2mx.pt2e.flow.packed_weights import PACKED_MATMULS
 from pt2mx.pt2e.flow.shared_scales import share_tensor_scales
 from pt2mx.pt2e.flow.sizes import FLOAT_SIZE_KEY, float_size
-from pt2mx.pt2e.flow.weights import listed
 from pt2mx.pt2e.observe import torchao_pt2e
 from pt2mx.pt2e.observe.fake_quantize import MXFakeQuantize
 from pt2mx.pt2e.observe.observer import MXObserver, observed_value

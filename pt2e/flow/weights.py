@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, cast
 
@@ -35,8 +35,6 @@ from pt2mx.pt2e.quantizer.annotate import REASON_KEY, REMARK_KEY
 
 #: the meta of nodes that a report reads
 _CARRIED = (STATISTICS_KEY, CANDIDATES_KEY, SOURCES_KEY, REASON_KEY, REMARK_KEY)
-#: most names that are shown
-_SHOWN = 5
 
 
 def note_weights(prepared: GraphModule) -> None:
@@ -188,12 +186,6 @@ def nonfinite_operands(converted: GraphModule) -> list[str]:
         if x.op != "get_attr":
             names.append(f"an operand of {module_name(dequantize) or next(iter(dequantize.users)).name}")
     return list(dict.fromkeys(names))
-
-
-def listed(names: Sequence[str], most: int = _SHOWN) -> str:
-    """Return the names as text; only the first few of many."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
 
 
 def _nonfinite_pairs(converted: GraphModule) -> Iterator[tuple[Node, Node]]:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from pt2mx.analysis.tables import text_table
+from pt2mx.errors import listed
 from pt2mx.kernels.elements import NAN_SCALE
 from pt2mx.pt2e.flow.packed_weights import storage_note
-from pt2mx.pt2e.flow.weights import listed
 from pt2mx.pt2e.program.provenance import Provenance
 from pt2mx.pt2e.program.sizes import Range
 from pt2mx.spec import MXSpec, parse

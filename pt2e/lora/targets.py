@@ -8,7 +8,7 @@ from collections.abc import Collection, Sequence
 
 from torch.fx import GraphModule
 
-from pt2mx.errors import MXError
+from pt2mx.errors import MXError, listed
 from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.source_node import modules_of
 
@@ -60,16 +60,12 @@ def _matches(target: str, pattern: str, layers: Collection[str], kinds: dict[str
     others = {name: kinds[name] for name in names if name not in layers}
     in_float = [name for name, kind in others.items() if kind.endswith(_LINEAR)]
     if in_float and target != ALL_LINEAR:
-        raise MXError(f"target {target!r}: {_listed(in_float)} has float weights, or is in a subgraph; name others")
+        named = listed(in_float, _SHOWN)
+        raise MXError(f"target {target!r}: {named} has float weights, or is in a subgraph; name others")
     if linear:
         return linear
     if others:
-        described = _listed([f"{name!r} ({kind})" for name, kind in others.items()])
+        described = listed([f"{name!r} ({kind})" for name, kind in others.items()], _SHOWN)
         raise MXError(f"target {target!r} is no linear layer, but {described}: name linear layers within")
     near = difflib.get_close_matches(target, {*layers, *(name.rpartition(".")[2] for name in layers)}, _SHOWN, 0)
-    raise MXError(f"target {target!r} matches no module; the nearest linear layers are {_listed(near)}")
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    raise MXError(f"target {target!r} matches no module; the nearest linear layers are {listed(near, _SHOWN)}")

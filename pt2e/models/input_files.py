@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from pt2mx.errors import MXError
+from pt2mx.errors import MXError, listed
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.files.user_errors import one_line
 from pt2mx.pt2e.models.names import BATCHES, IMAGES, KINDS, RECORDINGS, input_files
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 #: makes batches of files; their keys describe them in errors
 Reader = Callable[[list[Path]], dict[str, object]]
 
-#: most names in an error
-_MOST = 5
 #: Pillow's modes of values of 16 bits
 _WIDE = ("I;16", "I;16L", "I;16B", "I;16N", "I")
 #: bytes of a sample of a recording -> its dtype, its value of silence, its largest magnitude
@@ -62,9 +60,13 @@ def load_batches(folder: str | os.PathLike[str], readers: Mapping[str, Reader]) 
     """
     files = input_files(folder)
     kinds = sorted({KINDS[file.suffix.lower()] for file in files})
-    others = [file for file in sorted(Path(folder).glob("*")) if file not in files and not file.name.startswith(".")]
+    others = [
+        repr(file.name)
+        for file in sorted(Path(folder).glob("*"))
+        if file not in files and not file.name.startswith(".")
+    ]
     if not kinds:
-        contents = f", this one holds {_names(others)}" if others else ""
+        contents = f", this one holds {listed(others)}" if others else ""
         raise MXError(
             f"no calibration batches: {str(folder)!r} must be a folder that holds .pt or .npz files, or, for a model "
             f"with a processor, a transform or --image-size, images ({_suffixes(IMAGES)}) or recordings "
@@ -77,7 +79,7 @@ def load_batches(folder: str | os.PathLike[str], readers: Mapping[str, Reader]) 
         return {str(file): load_batch(file) for file in files}
     if others:  # ignoring an image in an unknown format would go unnoticed
         raise MXError(
-            f"{str(folder)!r} holds {kind} ({_suffixes(kind)}) and other files: {_names(others)}: move them elsewhere"
+            f"{str(folder)!r} holds {kind} ({_suffixes(kind)}) and other files: {listed(others)}: move them elsewhere"
         )
     if kind not in readers:
         allowed = f"folder of {' or '.join(readers)}, or of " if readers else "folder of "
@@ -141,8 +143,3 @@ def read_audio(file: Path, rate: int) -> np.ndarray:
 
 def _suffixes(kind: str) -> str:
     return ", ".join(suffix for suffix, its_kind in KINDS.items() if its_kind == kind)
-
-
-def _names(files: list[Path]) -> str:
-    more = f" and {len(files) - _MOST} more" if len(files) > _MOST else ""
-    return ", ".join(repr(file.name) for file in files[:_MOST]) + more

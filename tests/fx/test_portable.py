@@ -11,19 +11,10 @@ from pt2mx.ops.activations import activation_fake_quantize_mx, layer_norm_fake_q
 from pt2mx.ops.fp8_rowwise import layer_norm_fp8_rows, mm_fp8_rows, quantize_fp8_rows
 from pt2mx.ops.linear import grouped_linear_mx, linear_mx
 from tests.compare import sqnr
-from tests.flow import calibrated, convert, exported, reloaded
+from tests.flow import WITHOUT_PT2MX, calibrated, convert, exported, reloaded
 from tests.graph import namespaces
 from tests.subgraph_models import Cond, X
 
-WITHOUT_PT2MX = """
-import sys
-sys.modules["pt2mx"] = None  # an import of it fails
-import torch
-for name in sys.argv[1:]:
-    x, want = torch.load(f"{name}.pt")
-    with torch.no_grad():
-        print(torch.equal(torch.export.load(f"{name}.pt2").module()(x), want))
-"""
 COMPILED_WITHOUT_PT2MX = """
 import sys
 sys.modules["pt2mx"] = None

@@ -13,11 +13,10 @@ import torch
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
 from pt2mx.analysis.agreement import Fidelity, fidelity
-from pt2mx.errors import MXError
+from pt2mx.errors import MXError, listed
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.files.output import check_distinct, check_output
 from pt2mx.pt2e.flow.packed_weights import packed_bytes, storage_note
-from pt2mx.pt2e.flow.weights import listed
 from pt2mx.pt2e.onnx.export import rewriter_of
 from pt2mx.pt2e.onnx.files import as_torch, first_line, serialized, write_model
 from pt2mx.pt2e.onnx.function_bodies import add_bodies

@@ -6,7 +6,7 @@ import pt2mx
 from pt2mx import MXError, MXQuantizer, get_default_mx_quantization_config, lower_to_aten
 from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.qdq import is_portable
-from tests.flow import calibrated, convert, exported, reloaded
+from tests.flow import WITHOUT_PT2MX, calibrated, convert, exported, reloaded
 from tests.models import module_of
 from tests.scaled_mm import ScaledMM
 from tests.subgraph_models import Cond, NoGrad, WhileLoop, X
@@ -16,15 +16,6 @@ FORMATS = [
     *("mxfp8", "mxfp8_e5m2(rceil)", "mxfp6_e3m2(even)", "mxfp6_e2m3(ceil,half_away)", "mxfp4", "mxint8(mse)"),
     *("BFP[6|8]{64}(SN)", "nvfp4", "fp8_e4m3{32}(bf16)"),
 ]
-WITHOUT_PT2MX = """
-import sys
-sys.modules["pt2mx"] = None  # an import of it fails
-import torch
-for name in sys.argv[1:]:
-    x, want = torch.load(f"{name}.pt")
-    with torch.no_grad():
-        print(torch.equal(torch.export.load(f"{name}.pt2").module()(x), want))
-"""
 
 
 class Net(nn.Module):

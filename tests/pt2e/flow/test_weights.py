@@ -6,7 +6,7 @@ from torch import nn
 
 import pt2mx
 from pt2mx import MXQuantizationConfig, MXQuantizer
-from pt2mx.pt2e.flow.weights import listed, nonfinite_operands, nonfinite_parameters
+from pt2mx.pt2e.flow.weights import nonfinite_operands, nonfinite_parameters
 from tests.flow import calibrated, exported
 
 NAN, INF = float("nan"), float("inf")
@@ -88,7 +88,3 @@ def test_parameters():
     spoil("table.weight", INF)(model)
     model.register_parameter("codes", nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False))
     assert nonfinite_parameters(model) == ["up.weight", "table.weight"]
-
-
-def test_of_many_names_the_first_are_listed():
-    assert listed(["a", "b"]) == "a, b" and listed(list("abcdefgh")) == "a, b, c, d, e and 3 more"
