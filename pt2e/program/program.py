@@ -7,32 +7,26 @@ import os
 import re
 import shutil
 import tempfile
-import threading
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
 
 import torch
 from torch import nn
-from torch._export.serde import serialize
 from torch.export import ExportedProgram
 
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.node import is_ours, specs_of, write_out_arguments
 from pt2mx.ops.contract import OPERATORS, schema_of
-from pt2mx.patches.program_schema import schema_read_once
+from pt2mx.patches.program_schema import schema_read_once, without_canonical_form
 from pt2mx.pt2e.files.archive import check_kind
 from pt2mx.pt2e.files.output import check_output, deferred_interrupts, whole_file
 from pt2mx.pt2e.files.user_errors import user_errors
 from pt2mx.pt2e.program.provenance import Provenance, warn_of_other_version
 from pt2mx.pt2e.program.sizes import record_dim_names
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
-
-#: torch saves one program at a time: it changes state of the process meanwhile
-_save_lock = threading.Lock()
 
 
 def save_program(
@@ -73,20 +67,8 @@ def save_program(
     for graph in graph_modules(program.graph_module):
         write_out_arguments(graph)
     record_dim_names(program)
-    with _save_lock, whole_file(path) as file, deferred_interrupts(), _without_canonical_form():
+    with without_canonical_form(), whole_file(path) as file, deferred_interrupts():
         torch.export.save(program, file, extra_files=provenance.extra_files())
-
-
-@contextmanager
-def _without_canonical_form() -> Iterator[None]:
-    """Keep torch from also computing a canonical form of a program that it saves, a test whose result it discards: that
-    takes a third of the time."""
-    canonicalize = serialize.canonicalize
-    serialize.canonicalize = lambda program, *args: program
-    try:
-        yield
-    finally:
-        serialize.canonicalize = canonicalize
 
 
 def load_program(path: str | os.PathLike[str]) -> ExportedProgram:

@@ -1,13 +1,15 @@
-"""Make `torch.export.load` resolve each type and parse each size once.
+"""Make `torch.export.load` and `torch.export.save` do no part of their work again.
 
-torch (2.13) does both again for each node. That was more than half of the time to load a language model, whose graph
-has few types and few sizes. A torch that caches them in `torch._export.serde.serialize` needs no patch.
+To load a program, torch (2.13) resolves types and parses sizes for each node. That was more than half of the time to
+load a language model, whose graph has few types and few sizes. To save one it also computes a canonical form, a test
+whose result it discards: a third of the time. A torch that caches types and sizes in `torch._export.serde.serialize`,
+and saves without that form, needs no patch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,6 +26,12 @@ def schema_read_once() -> Iterator[None]:
         replaced(serialize.GraphModuleDeserializer, "_parse_sym_expr", _parse_once),
     ):
         yield
+
+
+def without_canonical_form() -> AbstractContextManager[None]:
+    """Keep torch from computing the canonical form of a program that it saves within the context. One thread at a time
+    saves: torch changes state of the process meanwhile."""
+    return replaced(serialize, "canonicalize", lambda canonicalize: lambda program, *args: program)
 
 
 class _Typing:
