@@ -6,6 +6,7 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,7 +43,7 @@ def layered(
     """
     result, layers = _outline(model)
     if compile and layers:
-        _compile([result.get_submodule(name) for name in layers])
+        _compile(result, layers)
     elif compile:
         result.compile()
     if recompute:
@@ -125,10 +126,11 @@ def _move_to_readers(graph: Graph) -> None:
             min(node.users).prepend(node)
 
 
-def _compile(layers: Sequence[GraphModule]) -> None:
+def _compile(model: GraphModule, layers: list[str]) -> None:
     """Compile the layers, in place; those that differ in their tensors alone call one function."""
     bodies: dict[str, GraphModule] = {}
-    for layer in layers:
+    for name in layers:
+        layer: Any = model.get_submodule(name)
         if layer.graph.find_nodes(op="call_module"):  # modules may have a state of their own
             layer.compile()
             continue
