@@ -15,6 +15,7 @@ IMPORTS = {
 }
 
 
+@pytest.mark.compiled_except("torchvision")
 @pytest.mark.parametrize("first", IMPORTS)
 def test_packages_import_whichever_is_first(first, tmp_path):
     program = "\n".join([IMPORTS[first], *IMPORTS.values()])

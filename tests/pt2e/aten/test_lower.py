@@ -86,6 +86,7 @@ def test_weights_in_torchs_dtypes():
     }
 
 
+@pytest.mark.compiled_cases("mxint8")
 @pytest.mark.slow_except("mxint8")
 @pytest.mark.parametrize("text", ["mxfp8", "mxint8", "mxfp4", "mxfp6", "nvfp4"])
 def test_weights_as_bytes_in_forms_that_compilers_take(text):
@@ -289,6 +290,7 @@ def test_scaled_matmuls_equal_up_to_the_rounding_of_sums(case):
             torch.testing.assert_close(y, expected, rtol=0, atol=tolerance)
 
 
+@pytest.mark.compiled
 def test_a_scaled_matmul_is_exact_where_its_sums_are():
     x, layer = torch.randint(-4, 5, (2, 64)).float(), nn.Linear(64, 16)
     with torch.no_grad():

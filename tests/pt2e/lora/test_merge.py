@@ -32,6 +32,7 @@ def test_float_model():
     assert len([*pt2mx.packed_weights(again)]) == 5
 
 
+@pytest.mark.compiled_cases("mxfp8")
 @pytest.mark.parametrize("recipe", ["mxfp4", "mxfp8", "nvfp4"])
 def test_new_codes(recipe):
     converted = quantized(recipe)

@@ -154,6 +154,7 @@ def test_nvfp4_gives_the_values_of_the_converted_model(activation, tmp_path):
         torch.testing.assert_close(run(written, x)[0], converted(x), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.compiled_cases("images")
 @pytest.mark.slow_except("images")
 @pytest.mark.parametrize("name", ["attention", "images", "recurrent"])
 def test_outputs_with_packed_weights_only(name, exported_by):
@@ -206,6 +207,7 @@ def test_weights_have_the_bytes_of_the_converted_model(exported_by):
     assert {"embedding.weight_data", "embedding.weight_scale"} <= {node.input[0] for node in gathered}
 
 
+@pytest.mark.compiled_cases("18")
 @pytest.mark.slow_except("18")
 @pytest.mark.parametrize("opset", [None, OPSETS[0], OPSETS[-1]])
 def test_opsets(opset, tmp_path):
@@ -236,6 +238,7 @@ def test_a_saved_program_has_its_inputs_and_shapes(name, exported_by, tmp_path):
         assert sqnr(run(str(tmp_path / "net.onnx"), *batch)[0], converted(*batch)) > 30
 
 
+@pytest.mark.compiled_cases("True")
 @pytest.mark.slow_except("True")
 @pytest.mark.parametrize("positional", [True, False])
 def test_keyword_inputs_in_any_order(positional, tmp_path):
