@@ -17,7 +17,6 @@ from pt2mx.fx.graph.source_node import note_source_nodes
 from pt2mx.fx.graph.tensors import (
     copy_sharing_tensors,
     delete_unused_tensors,
-    device_named,
     map_tensors,
     move_to_device,
 )
@@ -136,7 +135,7 @@ def lower_to_inductor(
     model = copy_sharing_tensors(converted)
     map_tensors(model, Tensor.detach)
     if device is not None:
-        move_to_device(model, device_named(device))
+        move_to_device(model, device)
     fold_all_weights(model)
     asked = {None: True, "scaled_mm": scaled_mm, "unpack": unpack}
     devices = {tensor.device.type for tensor in [*model.parameters(), *model.buffers()]}

@@ -227,13 +227,13 @@ def _own_modules(model: GraphModule) -> list[tuple[str, torch.nn.Module]]:
     return [(path, module) for path, module in modules if not any(path[:end] in closed for end in _ends(path)[:-1])]
 
 
-def move_to_device(model: GraphModule, device: torch.device) -> GraphModule:
+def move_to_device(model: GraphModule, device: torch.device | str) -> GraphModule:
     """Move a model and its subgraphs to `device`.
 
     This changes parameters and buffers, `val` meta, and the device arguments of factories, casts, assertions and
     autocast. Tensors already on the device are shared. Changes `model` and returns it.
     """
-    device = torch.empty(0, device=device).device  # with its index, which assertions of compiled code compare
+    device = device_named(device)
 
     def moved(value: Any) -> Any:
         if isinstance(value, Tensor):

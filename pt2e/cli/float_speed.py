@@ -57,7 +57,7 @@ def _compiled(
 ) -> Callable[[], object]:
     """Return a call of a program in a float dtype, compiled by AOTInductor."""
     shapes = dynamic_shapes(program, program.module())
-    graph = cast_floats(move_to_device(float_graph(program), torch.device(device)), dtype)
+    graph = cast_floats(move_to_device(float_graph(program), device), dtype)
     args, kwargs = floats_in(dtype, inputs)
     path = str(Path(folder) / f"{str(dtype).removeprefix('torch.')}.pt2")
     with warnings.catch_warnings():

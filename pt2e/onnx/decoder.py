@@ -84,7 +84,7 @@ def decoder_of(model: Any) -> Decoder:
     program has frequencies of RoPE for is an error of the runtime.
     """
     _check(model)
-    graph = move_to_device(copy_sharing_tensors(model.program.module(check_guards=False)), torch.device("cpu"))
+    graph = move_to_device(copy_sharing_tensors(model.program.module(check_guards=False)), "cpu")
     _compute_in_float32(graph)
     longest = getattr(model.config, LONGEST_TEXT, None)
     _return_the_cache(graph, longest)

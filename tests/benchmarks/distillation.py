@@ -51,7 +51,7 @@ class Subject:
         seen, _, test = self.model.inputs(tokenizer)
         shapes = ({0: torch.export.Dim("batch", max=1024)},)
         exported = torch.export.export(self.model.wrap(net), (seen[:2],), dynamic_shapes=shapes).module()
-        self.exported = move_to_device(exported, torch.device(device)).requires_grad_()
+        self.exported = move_to_device(exported, device).requires_grad_()
         self.seen, self.test = seen.to(device), test.to(device).split(1)
         lessons = continued.lessons_of(tokenizer, windows)
         self.lessons = lessons[torch.randperm(windows, generator=torch.Generator().manual_seed(0))].to(device)

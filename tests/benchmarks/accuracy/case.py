@@ -94,7 +94,7 @@ class Case:
             return self.judge(lambda *inputs: forward(*moved(inputs)).cpu())
 
         lessons = self.lessons and (lambda count: moved(self.lessons(count)))
-        model = move_to_device(self.model, torch.device(device)).requires_grad_()
+        model = move_to_device(self.model, device).requires_grad_()
         return replace(self, model=model, batches=moved(self.batches), judge=judge, lessons=lessons)
 
     def rows(self, roundings: Sequence[str], formats: Sequence[str] | None = None) -> Iterator[Row]:
