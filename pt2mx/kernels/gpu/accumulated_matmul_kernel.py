@@ -108,7 +108,8 @@ def _rounded(y, C: tl.constexpr):
     if C.KIND == "fixed":
         scale: tl.constexpr = 2.0**C.FRACTION
         end: tl.constexpr = 2.0 ** (C.INTEGER + C.FRACTION)
-        return tl.minimum(tl.maximum(libdevice.rint(y * scale), -end), end - 1) / scale
+        most = tl.full([], end - 1, tl.float64)  # minimum() takes a number for float32
+        return tl.minimum(tl.maximum(libdevice.rint(y * scale), -end), most) / scale
     if C.KIND == "hopper":
         tail: tl.constexpr = _MANTISSA - C.FRACTION
         y = (y.to(tl.int64, bitcast=True) >> tail << tail).to(tl.float64, bitcast=True)
