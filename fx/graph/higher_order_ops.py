@@ -5,6 +5,7 @@ In an exported model a subgraph has no parameters: they are operands of the call
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -159,6 +160,23 @@ def captured_operands(model: GraphModule) -> dict[Node, list[object]]:
 
     visit(model, {})
     return operands_of
+
+
+def passed_values(model: GraphModule) -> dict[Node, list[object]]:
+    """Map each placeholder of a subgraph to its operands, and each result of a subgraph's call to what the subgraph
+    returns."""
+    passed = captured_operands(model)
+    for caller in graph_modules(model):
+        for call in hop_calls(caller):
+            for item in call.node.users:
+                if item.target is not operator.getitem:
+                    continue
+                passed[item] = []
+                for _, graph in call.graphs:
+                    values: Any = graph.graph.output_node().args[0]
+                    if not isinstance(values, Node):  # the condition of a loop
+                        passed[item] += values[item.args[1] :][:1]
+    return passed
 
 
 def nodes_in_order(model: GraphModule) -> list[Node]:

@@ -7,7 +7,6 @@ mode.
 
 from __future__ import annotations
 
-import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ from torch.fx import GraphModule, Node, Proxy
 from torch.fx.node import map_aggregate
 from torch.fx.proxy import GraphAppendingTracer
 
-from pt2mx.fx.graph.higher_order_ops import captured_operands, graph_modules, hop_calls
+from pt2mx.fx.graph.higher_order_ops import graph_modules, passed_values
 from pt2mx.fx.graph.modes import has_effect, mode_of, writes_in_evaluation
 from pt2mx.fx.graph.node import (
     OPERATOR_KEY,
@@ -240,7 +239,7 @@ class _Setting(NamedTuple):
 
 
 def _by_mode(model: GraphModule) -> dict[Node, _Setting]:
-    passed = _passed(model)
+    passed = passed_values(model)
     settings: dict[Node, _Setting] = {}
     for graph in graph_modules(model):
         for node in graph.graph.nodes:
@@ -284,23 +283,6 @@ def _is_mask(division: Node) -> bool:
     if not isinstance(draw, Node) or draw.target not in _DRAWS or len(draw.args) != 2:
         return False
     return args_of(draw)[1] == probability and len(draw.users) == len(node_arg(draw).users) == 1
-
-
-def _passed(model: GraphModule) -> dict[Node, list[object]]:
-    """Map each placeholder of a subgraph to its operands, and each result of a subgraph's call to what the subgraph
-    returns."""
-    passed = captured_operands(model)
-    for caller in graph_modules(model):
-        for call in hop_calls(caller):
-            for item in call.node.users:
-                if item.target is not operator.getitem:
-                    continue
-                passed[item] = []
-                for _, graph in call.graphs:
-                    values: Any = graph.graph.output_node().args[0]
-                    if not isinstance(values, Node):  # the condition of a loop
-                        passed[item] += values[item.args[1] :][:1]
-    return passed
 
 
 def _counts_batches(model: GraphModule, counter: Node, passed: dict[Node, list[object]]) -> bool:

@@ -793,7 +793,7 @@ class MXQuantizer(Quantizer):
             else:
                 candidates.append(node)
         sites = sites_of(candidates, constants, calls)
-        chosen_by: set[Node] = set().union(*[routers(graph.graph) for graph in graphs])
+        chosen_by = routers(model)
         plans = self.plan(sites, ordered, lambda node, choice: plan_choice(node, choice, constants, chosen_by))
         annotate_operators(plans.values())
         _warn_unknown_operands(plans.values())

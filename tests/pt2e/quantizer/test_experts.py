@@ -1,3 +1,5 @@
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -120,17 +122,41 @@ def names_of(model, parameters):
 def test_routers_and_parameters_of_experts():
     (x, *_), model = batches(), mixtures()
     graph = exported(model, x)
-    assert {node.args[1].target for node in routers(graph.graph)} == {f"layers.{i}.router.weight" for i in (0, 1)}
+    assert {node.args[1].target for node in routers(graph)} == {f"layers.{i}.router.weight" for i in (0, 1)}
     expected = {f"layers.{i}.{name}" for i in (0, 1) for name in ("up", "up_bias", "down", "down_bias")}
     prepared = pt2mx.prepare_qat_pt2e(graph, BOTH)
     assert names_of(graph, expert_parameters(graph)) == names_of(prepared, expert_parameters(prepared)) == expected
     gathered = exported(Gathered(), torch.randn(6, 32), torch.arange(6))
-    assert [node.args[1].target for node in routers(gathered.graph)] == ["router.weight"]
+    assert [node.args[1].target for node in routers(gathered)] == ["router.weight"]
     assert names_of(gathered, expert_parameters(gathered)) == {"up", "up_bias"}
     equal_rows = Call(lambda x, weight: torch._grouped_mm(x, weight), (3, 32, 16)).bfloat16()
     for model, x in ((nn.Linear(4, 4), torch.ones(2, 4)), (equal_rows, torch.ones(3, 8, 32).bfloat16())):
         dense = exported(model, x)
-        assert not routers(dense.graph) and not expert_parameters(dense)
+        assert not routers(dense) and not expert_parameters(dense)
+
+
+class Region(nn.Module):
+    """A router in a subgraph, whose scores are computed from its inputs by norms, too."""
+
+    def __init__(self, linear, region):
+        super().__init__()
+        self.linear, self.region = linear, region
+
+    def forward(self, x):
+        with self.region():
+            scores = self.linear(x)
+        return scores.float() / x.norm(dim=-1, keepdim=True)
+
+
+@pytest.mark.parametrize("region", [nullcontext, torch.no_grad, lambda: torch.autocast("cpu", torch.bfloat16)])
+def test_a_router_is_the_last_matmul_before_the_choice_in_its_subgraph_too(region):
+    model, (x, *_) = mixtures(), batches()
+    for layer in model.layers:
+        layer.router = Region(layer.router, region)
+    prepared = pt2mx.prepare_pt2e(exported(model, x), BOTH)
+    operators = pt2mx.quantization_report(pt2mx.convert_pt2e(prepared)).operators
+    in_float = [o.module for o in operators if not o.quantized]
+    assert in_float == [f"layers.{i}.router.linear" for i in (0, 1)]
 
 
 @pytest.mark.parametrize(
