@@ -6,7 +6,7 @@ import shutil
 import warnings
 import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 from pt2mx.errors import MXError
+from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.pt2e.observe.fake_quantize import MXFakeQuantize
+from pt2mx.pt2e.observe.qspec import CONFIG_KEY
 
 if TYPE_CHECKING:
     from pt2mx.pt2e.optimize.distill import Distillation
@@ -39,26 +41,29 @@ def make_folder(folder: str | Path) -> None:
 
 
 def identity(prepared: GraphModule, float_program: object, batches: Sequence[object]) -> dict[str, object]:
-    """Return what tells a training from another with the same settings: its formats, and checksums of the float weights
-    and of the first batch.
+    """Return what tells a training from another with the same settings: its formats, and checksums of the configs of
+    its operators, of the float weights and of the batches.
 
     Of a float input only the shape counts: each run may draw it anew.
     """
     formats = Counter(str(module.spec) for module in prepared.modules() if isinstance(module, MXFakeQuantize))
-    weights = list(float_program.parameters()) if isinstance(float_program, GraphModule) else []
-    first = [leaf for leaf in pytree.tree_leaves(batches[0]) if isinstance(leaf, Tensor)]
+    nodes = [node for graph in graph_modules(prepared) for node in graph.graph.nodes]
+    recipe = [f"{node.name} {node.meta[CONFIG_KEY]}" for node in nodes if CONFIG_KEY in node.meta]
+    weights = float_program.parameters() if isinstance(float_program, nn.Module) else ()
+    inputs = (leaf for batch in batches for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor))
     return {
         "formats": " + ".join(f"{count} {spec}" for spec, count in sorted(formats.items())),
-        "float weights": _checksum([weight.detach().flatten()[:_FEW] for weight in weights]),
+        "recipe": zlib.crc32("\n".join(recipe).encode()),
+        "float weights": _checksum(weight.detach().flatten()[:_FEW] for weight in weights),
         "batches": len(batches),
-        "first batch": _checksum([x if not x.is_floating_point() else torch.tensor(x.shape) for x in first]),
+        "inputs": _checksum(x if not x.is_floating_point() else torch.tensor(x.shape) for x in inputs),
     }
 
 
-def _checksum(tensors: Sequence[Tensor]) -> int:
+def _checksum(tensors: Iterable[Tensor]) -> int:
     checksum = 0
     for tensor in tensors:
-        checksum = zlib.crc32(tensor.cpu().reshape(-1).view(torch.uint8).numpy().tobytes(), checksum)
+        checksum = zlib.crc32(tensor.cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes(), checksum)
     return checksum
 
 

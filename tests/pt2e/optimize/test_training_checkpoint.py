@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import pt2mx
-from pt2mx import MXError, MXQuantizer
+from pt2mx import MXError, MXQuantizationConfig, MXQuantizer
 from pt2mx.pt2e.optimize.distill import distill
 from pt2mx.pt2e.optimize.losses import relative_error
 from tests.rank_processes import results_of_ranks
@@ -85,31 +85,45 @@ def test_a_file_is_refused(tmp_path, name):
 
 
 def tokens(last=0):
-    return [torch.tensor([[1, 2, last]]) for _ in range(9)]
+    """Batches of which the last ends with another token."""
+    return [torch.tensor([[1, 2, 0]]) for _ in range(8)] + [torch.tensor([[1, 2, last]])]
+
+
+def recipe(**fields):
+    return MXQuantizer().set_global(MXQuantizationConfig(weight="mxfp4", **fields))
 
 
 @pytest.mark.parametrize(
-    ("recipe", "weight", "batches", "differing"),
+    ("quantizer", "weight", "batches", "differing"),
     [
-        ("mxfp8", 1.0, tokens(), "formats='2 mxfp4_e2m1"),
-        ("mxfp4_weight_only", 0.5, tokens(), "float weights="),
-        ("mxfp4_weight_only", 1.0, tokens(3), "first batch="),
-        ("mxfp4_weight_only", 1.0, tokens() * 2, "batches=9"),
+        (recipe(activation="mxfp8"), 1.0, tokens(), "formats='2 mxfp4_e2m1"),
+        (recipe(gradient="mxfp8"), 1.0, tokens(), "recipe="),
+        (recipe(ste="clipped"), 1.0, tokens(), "recipe="),
+        (recipe(), 0.5, tokens(), "float weights="),
+        (recipe(), 1.0, tokens(3), "inputs="),
+        (recipe(), 1.0, tokens() * 2, "batches=9"),
     ],
 )
-def test_another_training_is_refused(tmp_path, recipe, weight, batches, differing):
-    def train(recipe, weight, batches):
+def test_another_training_is_refused(tmp_path, quantizer, weight, batches, differing):
+    def train(quantizer, weight, batches):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Embedding(4, 32), nn.Linear(32, 32))
         nn.init.constant_(model[1].weight, weight)
         exported = torch.export.export(model, (batches[0],)).module()
-        prepared = pt2mx.prepare_qat_pt2e(exported, MXQuantizer.from_recipe(recipe))
+        prepared = pt2mx.prepare_qat_pt2e(exported, quantizer)
         distill(prepared, exported, batches, checkpoint=tmp_path)
 
-    train("mxfp4_weight_only", 1.0, tokens())
-    train("mxfp4_weight_only", 1.0, tokens())
+    train(recipe(), 1.0, tokens())
+    train(recipe(), 1.0, tokens())
     with pytest.raises(MXError, match=f"holds a training with {differing}"):
-        train(recipe, weight, batches)
+        train(quantizer, weight, batches)
+
+
+@pytest.mark.parametrize("batch", [torch.arange(8)[::2], torch.tensor([1]).expand(4)])
+def test_batches_of_any_strides(tmp_path, batch):
+    exported = torch.export.export(nn.Sequential(nn.Embedding(8, 32), nn.Linear(32, 32)), (batch,)).module()
+    for _ in range(2):
+        distill(pt2mx.prepare_qat_pt2e(exported, recipe()), exported, [batch] * 9, checkpoint=tmp_path)
 
 
 def test_tensors_that_the_checkpoint_lacks(tmp_path):
