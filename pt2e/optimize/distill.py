@@ -80,8 +80,9 @@ def distill(
             parameters of both models (FSDP2), and a step takes `accumulate` batches on each; all ranks give the same
             list of batches. Buffers that the model writes are those of the first rank.
         checkpoint: a folder, which each evaluation writes by torch.distributed.checkpoint. A call with the same
-            arguments goes on from there: with as many ranks to the bit, with others up to the order of sums. Another
-            model, recipe, schedule, loss or text is an error.
+            arguments goes on from there: with as many ranks to the bit, with others up to the order of sums if
+            `accumulate` times the ranks stays the same. Another model, recipe, schedule, loss or text is an error;
+            another `accumulate` is none, and changes the steps that are left.
         seed: seed for the choice of held-out batches, the order of the others, and dropout.
         progress: True shows a bar with the losses.
 
