@@ -49,6 +49,7 @@ def adversarial_blocks(element, largest: float, seed: int, count: int) -> list[l
     return [*blocks, [math.inf, 1.0, 2.0, 0.0], [math.nan, 1.0, 2.0, 0.0], [0.0, -0.0, 0.0, -0.0]]
 
 
+@pytest.mark.compiled_cases("e4m3_f32_divisor-*", "f16-*", "e4m3_f32-*reciprocal", "e4m3_f32-*flush")
 @pytest.mark.parametrize("mode", FLOAT_SCALE_MODES)
 @pytest.mark.parametrize("scale_format", FLOATS)
 def test_equals_arithmetic_in_fractions(scale_format, mode):
