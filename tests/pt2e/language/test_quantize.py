@@ -81,7 +81,8 @@ def test_lessons_train_the_weights(family):
     with torch.no_grad():
         expected = torch.cat([model(text).logits.log_softmax(-1) for text in texts])
         nearest = divergence(quantize_language_model(model, quantizer))
-        trained = quantize_language_model(model, quantizer, stage=stages.append, lessons=texts * 8)
+        lessons = texts * (16 if family == "mixtral" else 8)  # an expert takes a step where a token reaches it
+        trained = quantize_language_model(model, quantizer, stage=stages.append, lessons=lessons)
         assert stages == ["export", "calibrate", "distill", "convert"]
         assert 0 < divergence(trained) < 0.9 * nearest
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
