@@ -108,6 +108,19 @@ WITH_MODES = {
 }
 
 
+class InterruptedLoss:
+    """A loss that counts its calls and is interrupted at one of them; at None at no call."""
+
+    def __init__(self, loss, at):
+        self.loss, self.at, self.calls = loss, at, 0
+
+    def __call__(self, actual, expected):
+        self.calls += 1
+        if self.calls == self.at:
+            raise KeyboardInterrupt
+        return self.loss(actual, expected)
+
+
 def random_adapters(model, seed=0):
     """Give the adapters of a model random updates, as after training; return the model."""
     generator = torch.Generator().manual_seed(seed)

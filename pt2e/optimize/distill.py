@@ -75,7 +75,8 @@ def distill(
         evaluations: how often an epoch evaluates the held-out batches.
         recompute: compute the activations of each repeated module again for the gradient ("activation checkpointing"),
             which takes less memory and more time.
-        compile: call the models by torch.compile; sums are in another order then.
+        compile: call the repeated modules of both models by torch.compile, or a model without such as a whole; sums
+            are in another order then.
         group: ranks that train together, such as `torch.distributed.group.WORLD` under torchrun. Each has a part of the
             parameters of both models (FSDP2), and a step takes `accumulate` batches on each; all ranks give the same
             list of batches. Buffers that the model writes are those of the first rank.

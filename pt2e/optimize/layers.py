@@ -20,7 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 from pt2mx.fx.graph.aliasing import written_nodes
 from pt2mx.fx.graph.constants import constant_nodes
 from pt2mx.fx.graph.node import FakeQuantize, attribute_of
-from pt2mx.fx.graph.tensors import copy_sharing_tensors, remove_unused
+from pt2mx.fx.graph.tensors import copy_sharing_tensors, remove_unused, replace_node
 from pt2mx.pt2e.observe.fake_quantize import MXFakeQuantize
 from pt2mx.pt2e.optimize.segments import ModuleBlock, module_blocks
 
@@ -38,7 +38,8 @@ def layered(
     Args:
         model: an exported graph, of which nothing changes.
         recompute: the submodules keep their inputs alone for the gradient, and compute their activations again.
-        compile: each submodule, by torch.compile: those with the same operators are compiled once.
+        compile: each submodule, by torch.compile: those with the same operators are compiled once. What is between
+            them stays eager; a graph without repeated modules is compiled as a whole.
         group: the ranks that share the parameters; None for one process.
     """
     result, layers = _outline(model)
@@ -112,9 +113,7 @@ def _call_operators(model: GraphModule) -> None:
             call = FakeQuantize(node.args[0], module.spec, None, module.ste)
             with model.graph.inserting_before(node):
                 rounded = model.graph.call_function(call.overload, call.args)
-            rounded.meta = {**node.meta}
-            node.replace_all_uses_with(rounded)
-            model.graph.erase_node(node)
+            replace_node(node, rounded)
 
 
 def _move_to_readers(graph: Graph) -> None:
@@ -137,9 +136,9 @@ def _compile(model: GraphModule, layers: list[str]) -> None:
         body, tensors = _body(layer)
         body = bodies.setdefault(body.code, body)
         graph = Graph()
-        copies = {node: graph.node_copy(node) for node in tensors}
         inputs = [graph.node_copy(node) for node in layer.graph.find_nodes(op="placeholder")]
-        graph.output(graph.call_module("body", (*copies.values(), *inputs)))
+        values = [graph.node_copy(node) for node in tensors]
+        graph.output(graph.call_module("body", (*values, *inputs)))
         layer.add_submodule("body", body)
         layer.graph = graph
     for body in bodies.values():

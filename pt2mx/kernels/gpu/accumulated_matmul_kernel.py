@@ -1,8 +1,8 @@
 """The Triton kernel of matmuls whose products are added in a register of limited precision.
 
 `pt2mx.kernels.accumulated_matmul` is the definition. A program computes a tile of the result. Tensor cores add the
-products of a group in float64, exactly for values of MX formats. The products that `hopper` aligns are cut one after
-the other.
+products of a group in float64, in an order of their own, which matters only where float64 rounds the sum. The products
+that `hopper` aligns are cut one after the other.
 """
 
 from __future__ import annotations

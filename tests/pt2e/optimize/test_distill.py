@@ -1,5 +1,4 @@
 import copy
-import itertools
 
 import pytest
 import torch
@@ -9,6 +8,7 @@ import pt2mx
 from pt2mx import MXError, MXQuantizer, distill
 from pt2mx.pt2e.optimize.losses import kl_divergence
 from tests.models import module_of
+from tests.training_models import InterruptedLoss
 
 QUANTIZER = MXQuantizer.from_recipe("mxfp4")
 SIX = MXQuantizer.from_recipe("mxfp6")
@@ -39,15 +39,7 @@ def prepared_of(exported, batches):
 
 
 def interrupted_at(call):
-    """A loss whose call of that number is interrupted."""
-    numbers = itertools.count(1)
-
-    def loss(actual, expected):
-        if next(numbers) == call:
-            raise KeyboardInterrupt
-        return (actual["out"] - expected["out"]).square().sum()
-
-    return loss
+    return InterruptedLoss(lambda actual, expected: (actual["out"] - expected["out"]).square().sum(), call)
 
 
 def error(model, exported, x):

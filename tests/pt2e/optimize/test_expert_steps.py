@@ -12,6 +12,7 @@ from pt2mx.pt2e.optimize.expert_steps import initial_state, step_experts
 from pt2mx.pt2e.optimize.losses import relative_error
 from tests.mixtures import CHOSEN, EXPERTS, Mixture, batches, mixtures
 from tests.rank_processes import run_ranks
+from tests.training_models import InterruptedLoss
 
 QUANTIZER = MXQuantizer.from_recipe("mxfp4_weights_mxfp8_activations")
 BOTH = [torch.float32, torch.bfloat16]
@@ -123,14 +124,7 @@ def trained(dtype=torch.float32, stop=None, **options):
     """The values after a training, and of the float program; None after one that was stopped at a call of the loss."""
     inputs = batches(dtype)
     exported, prepared = prepared_of(mixtures(dtype), inputs[0])
-    calls = []
-
-    def loss(actual, expected):
-        calls.append(None)
-        if len(calls) == stop:
-            raise KeyboardInterrupt
-        return relative_error(actual, expected)
-
+    loss = InterruptedLoss(relative_error, stop)
     try:
         distill(prepared, exported, inputs, loss, epochs=2, lr=1e-3, evaluations=1, **options)
     except KeyboardInterrupt:

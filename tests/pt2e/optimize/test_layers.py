@@ -38,6 +38,15 @@ class Decoder(nn.Module):
         return x @ self.embedding.weight.T
 
 
+class Times(nn.Module):
+    def __init__(self, number):
+        super().__init__()
+        self.number, self.linear = number, nn.Linear(32, 32)
+
+    def forward(self, x):
+        return self.linear(x) * self.number
+
+
 class Norms(nn.Module):
     """Layers that write to their buffers, which stay in the graph, after one that does not."""
 
@@ -114,6 +123,38 @@ def test_gradients_of_several_batches_are_averaged():
         values(distill(model, exported, [ids] * n, accumulate=k)) for model, n, k in [(other, 5, 1), (prepared, 9, 2)]
     )
     assert all(torch.equal(tensor, pairs[name]) for name, tensor in four.items())
+
+
+def test_layers_that_differ_in_tensors_alone_are_compiled_once():
+    _, prepared, _ = decoder()
+    model, _ = layered(prepared, False, True, None)
+    assert len({model.get_submodule(f"{name}.body") for name in layers_of(model)}) == 1
+    tensors = [{*map(id, model.get_submodule(name).parameters())} for name in layers_of(model)]
+    assert all(tensors) and tensors[0] != tensors[1]
+
+
+def test_other_numbers_are_other_code():
+    class Layers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(Times(number) for number in (2.0, 2.0, 3.0))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    exported = torch.export.export(Layers().eval(), (torch.randn(4, 32),)).module()
+    model, _ = layered(pt2mx.prepare_qat_pt2e(exported, QUANTIZER), False, True, None)
+    first, second, third = (model.get_submodule(f"{name}.body") for name in layers_of(model))
+    assert first is second and third is not first
+
+
+def test_modules_with_a_state_are_not_shared():
+    exported, _, _ = decoder()
+    quantizer = MXQuantizer.from_recipe("mxfp4").set_global(pt2mx.MXQuantizationConfig("mxfp4(stochastic)"))
+    model, _ = layered(pt2mx.prepare_qat_pt2e(exported, quantizer), False, True, None)
+    assert layers_of(model) and not any(hasattr(model.get_submodule(name), "body") for name in layers_of(model))
 
 
 @pytest.mark.compiled

@@ -9,6 +9,7 @@ from pt2mx import MXError, MXQuantizationConfig, MXQuantizer
 from pt2mx.pt2e.optimize.distill import distill
 from pt2mx.pt2e.optimize.losses import relative_error
 from tests.rank_processes import results_of_ranks
+from tests.training_models import InterruptedLoss
 
 QUANTIZER = MXQuantizer.from_recipe("mxfp4")
 
@@ -38,19 +39,12 @@ def trained(folder, dtype=torch.float32, stop=None, **options):
     """The tensors after a training, None after one that was stopped at a call of the loss."""
     exported, batches = net(dtype)
     prepared = pt2mx.prepare_qat_pt2e(exported, QUANTIZER)
-    calls = []
-
-    def loss(actual, expected):
-        calls.append(None)
-        if len(calls) == stop:
-            raise KeyboardInterrupt
-        return relative_error(actual, expected)
-
+    loss = InterruptedLoss(relative_error, stop)
     try:
         distill(prepared, exported, batches, loss, lr=1e-3, epochs=2, checkpoint=folder, **options)
     except KeyboardInterrupt:
-        return None, len(calls)
-    return {name: tensor.detach().clone() for name, tensor in prepared.state_dict().items()}, len(calls)
+        return None, loss.calls
+    return {name: tensor.detach().clone() for name, tensor in prepared.state_dict().items()}, loss.calls
 
 
 def equal(first, second):
