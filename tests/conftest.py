@@ -43,6 +43,7 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(config, items):
     mark_cases(config, items)
+    mark_grids(items)
     keep_part(config, items)
 
 
@@ -74,6 +75,21 @@ def mark_cases(config, items):
     for (test, patterns), named in cases.items():
         if unknown := set(patterns) - named:
             raise pytest.UsageError(f"{test} has no case {', '.join(sorted(unknown))}")
+
+
+def mark_grids(items):
+    """Mark the cases of grids compiled that are not on the diagonal, which has each value of each parameter."""
+    grids = {}
+    for item in items:
+        if item.get_closest_marker("diagonal"):
+            grids.setdefault(item.nodeid.partition("[")[0], []).append((item, item.callspec._idlist))
+    for grid in grids.values():
+        axes = [list(dict.fromkeys(names)) for names in zip(*(names for _, names in grid), strict=True)]
+        longest = max(range(len(axes)), key=lambda i: len(axes[i]))
+        for item, names in grid:
+            place = axes[longest].index(names[longest])
+            if any(axis[place % len(axis)] != name for axis, name in zip(axes, names, strict=True)):
+                item.add_marker("compiled")
 
 
 def pytest_collection_finish():

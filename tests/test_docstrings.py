@@ -174,7 +174,7 @@ _SLOW = {
     *("pt2mx.cpp.build", "pt2mx.cpp.cmake_lines", "pt2mx.cpp.library_path"),
     *("pt2mx.LanguageModel", "pt2mx.slice_language_model", "pt2mx.load_checkpoint", "pt2mx.save_checkpoint"),
     *("pt2mx.MXExportQuantizer", "pt2mx.compare_recipes", "pt2mx.quark.ModelQuantizer", "pt2mx.quantize_onnx"),
-    *("pt2mx.export_onnx", "pt2mx.register_onnx_translations"),
+    *("pt2mx.export_onnx", "pt2mx.register_onnx_translations", "pt2mx.quantize_language_model", "pt2mx.lower_to_aten"),
 }
 
 

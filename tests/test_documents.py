@@ -361,8 +361,8 @@ def test_agreement_of_outputs(text, other, same):
     assert notebooks.agree(text, other) == same
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.compiled_cases("02_quantization_aware_training", "06_write_a_backend")
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_cells_of_a_notebook_run(name, tmp_path_factory, warning_filters):
     """As one program, in a fraction of the time that a kernel takes to start. It prints what the notebook holds."""
     folder, output = tmp_path_factory.mktemp("notebook"), tmp_path_factory.mktemp("output")
@@ -378,6 +378,7 @@ def in_kernels():
         yield pytest.param(path, id=path.stem, marks=[] if path.stem == IN_A_KERNEL else [pytest.mark.slow])
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("path", list(in_kernels()))
 def test_notebook_runs(path, tmp_path):
     if "language_model" in path.stem:

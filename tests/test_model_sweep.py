@@ -13,17 +13,17 @@ from tests.sweep.table import ARCHITECTURES, COMPILED, RECIPES
 
 README = " ".join((Path(__file__).parent / "README.md").read_text().split())
 
-#: a fast one of each kind; all others are slow in sum
-DEFAULT = (
+#: those that `make test` takes
+DEFAULT = ("BertForSequenceClassification", "PatchTSMixerModel")
+#: with these, a fast one of each kind; all others are slow in sum
+FAST = (
     "mobilenet_v3_small",
-    "BertForSequenceClassification",
     "LlamaForCausalLM",
     "MixtralForCausalLM",
     "MambaForCausalLM",
     "T5ForConditionalGeneration",
     "Wav2Vec2ConformerModel",
     "VisualBertModel",
-    "PatchTSMixerModel",
 )
 
 
@@ -33,9 +33,9 @@ def run(name, stages):
         getattr(flow, stage)()
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in DEFAULT else pytest.mark.slow) for name in ARCHITECTURES]
-)
+@pytest.mark.slow_except(*DEFAULT, *FAST)
+@pytest.mark.compiled_except(*DEFAULT)
+@pytest.mark.parametrize("name", ARCHITECTURES)
 def test_converts_to_the_bit_reloads_and_skips_nothing_silently(name):
     run(name, STAGES[:-1])
 
@@ -65,12 +65,12 @@ def test_the_table_covers_both_libraries_in_every_recipe():
     assert len(vision.ARCHITECTURES) >= 30 and len(hugging_face.ARCHITECTURES) >= 100
     assert len(kinds) >= 9 and min(kinds.values()) >= 4
     assert set(RECIPES.values()) == {"mxfp8", "mxfp4", "mxfp6", "mxint8"}
-    assert {ARCHITECTURES[name].kind for name in DEFAULT} == kinds.keys()
-    assert {RECIPES[name] for name in DEFAULT} == set(RECIPES.values())
+    assert {ARCHITECTURES[name].kind for name in (*DEFAULT, *FAST)} == kinds.keys()
+    assert {RECIPES[name] for name in (*DEFAULT, *FAST)} == set(RECIPES.values())
     assert set(COMPILED) <= set(ARCHITECTURES)
     tally = f"{len(ARCHITECTURES)} architectures, {len(vision.ARCHITECTURES)} of torchvision and"
     assert f"{tally} {len(hugging_face.ARCHITECTURES)} of transformers" in README
-    assert f"`make test` takes {len(DEFAULT)} of them, one of each kind." in README
+    assert f"`make test` takes {len(DEFAULT)} of them, and with `make test-compiled` it is one of each kind." in README
     assert f"compiles {len(COMPILED)}, with `COMPILE=all` every one" in README
 
 

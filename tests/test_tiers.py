@@ -61,6 +61,19 @@ def test_others(name):
     assert status == 0 and "2 passed, 5 deselected" in out, out
 
 
+def test_the_diagonal_of_a_grid_has_each_value(run):
+    status, out = run("""
+import pytest
+
+@pytest.mark.diagonal
+@pytest.mark.parametrize("x", ["a", "b"])
+@pytest.mark.parametrize(("y", "z"), [(1, 0), (2, 0), (3, 0)])
+def test_some(x, y, z):
+    assert (x, y) in (("a", 1), ("b", 2), ("a", 3))
+""")
+    assert status == 0 and "3 passed, 3 deselected" in out, out
+
+
 def test_a_name_of_no_case_is_an_error(run):
     status, out = run("""
 import pytest
