@@ -7,6 +7,7 @@ import ast
 import graphlib
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -58,6 +59,7 @@ def modules() -> dict[str, Path]:
 MODULES = modules()
 
 
+@cache
 def imports(module: str, of_types: bool = True) -> set[str]:
     """Return the modules that a module imports.
 

@@ -70,7 +70,7 @@ def test_converted_equals_prepared():
 def test_lessons_train_the_weights(family):
     """On the text of the lessons the trained decoder predicts more like the float one, whose weights stay."""
     torch.manual_seed(0)
-    (model, _), texts = exported_decoder(family, num_hidden_layers=1), list(torch.randint(256, (16, 1, 24)))
+    (model, _), texts = exported_decoder(family, num_hidden_layers=1), list(torch.randint(256, (8, 1, 24)))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     quantizer, stages = MXQuantizer.from_recipe("mxfp4_weight_only"), []
 
@@ -139,6 +139,7 @@ def test_training_is_checked_before_the_export(lessons, training, message):
 ROTATION = MXQuantizer.from_recipe("mxfp4_weight_only").set_algorithms({"rotation": {"online": False}})
 
 
+@pytest.mark.compiled
 def test_rotations_in_the_weights():
     """The program has a head of its own and no new operation, and predicts what the float model does."""
     model = tiny_decoder("llama", num_hidden_layers=1, tie_word_embeddings=True)
@@ -217,6 +218,7 @@ def test_lessons_get_their_caches_one_at_a_time(monkeypatch):
     assert alive
 
 
+@pytest.mark.compiled
 def test_algorithms_lower_the_error():
     (model, _), ids = exported_decoder("llama", num_hidden_layers=1), torch.randint(256, (1, 512))
     stages = []
