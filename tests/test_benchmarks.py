@@ -150,6 +150,7 @@ def test_a_random_gguf_file(tmp_path):
     assert values.shape == (TINY["hidden_size"], TINY["intermediate_size"]) and 0.01 < values.std() < 0.05
 
 
+@pytest.mark.compiled
 def test_a_distilled_model():
     """The chosen number of examples trains a model further than its rounding."""
     case = digits.case("mlp")
@@ -239,6 +240,7 @@ def test_training_leaves_the_levels(monkeypatch, tmp_path, capsys):
         assert parameter.dtype == torch.float32 and torch.equal(parameter, parameter.bfloat16().float())
 
 
+@pytest.mark.compiled
 def test_slices_of_a_small_model():
     """Nested weights are sliced to those of the narrow recipe; weights that were rounded in 8 bits are not."""
     rows = {row["rounding"]: row for row in slices.rows(digits.case("mlp"), "mxint8", False)}

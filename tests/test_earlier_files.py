@@ -14,6 +14,7 @@ def test_each_file_has_results():
     assert sorted(RESULTS) == [path.name for path in paths()]
 
 
+@pytest.mark.compiled_cases("checkpoint_gguf.gguf", "checkpoint_modelopt", "checkpoint_quark", "language_decoder")
 @pytest.mark.filterwarnings("ignore:.*was saved by pt2mx.*")
 @pytest.mark.parametrize("path", paths(), ids=lambda path: path.name)
 def test_a_file_of_an_earlier_version(path):

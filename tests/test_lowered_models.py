@@ -140,7 +140,9 @@ def exported_architecture(name):
 )
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp4_weight_only", "nvfp4_weight_only"])
-@pytest.mark.compiled_cases("mxfp8-qwen3 moe", "mxfp8-llama tied", "mxfp8-gpt2", "nvfp4_weight_only-mixtral")
+@pytest.mark.compiled_cases(
+    "mxfp8-mixtral, float32", "mxfp8-qwen3 moe", "mxfp8-llama tied", "mxfp8-gpt2", "nvfp4_weight_only-mixtral"
+)
 def test_language_models(name, recipe):
     *_, sizes, _, matmuls, embeddings = ARCHITECTURES[name]
     converted = pt2mx.convert_pt2e(pt2mx.prepare_pt2e(exported_architecture(name), MXQuantizer.from_recipe(recipe)))

@@ -236,6 +236,7 @@ def test_rotations_of_inputs_are_evaluated(tiny, run, tmp_path):
         assert rotated == pytest.approx(nearest, rel=1e-4)
 
 
+@pytest.mark.compiled
 @pytest.mark.slow_except("efficientnet-lite0")
 def test_results_of_earlier_runs_are_shown(tiny, run, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(peers, "FOLDER", tmp_path)
@@ -286,6 +287,7 @@ def test_the_best_setting_is_chosen_by_validation():
     assert of_second["validation"] == "0.3000" and of_second["KL"].startswith("0.7000 (")
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("tiny", ["smollm2"], indirect=True)
 def test_seeds_and_refusals(tiny, run, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(peers, "FOLDER", tmp_path)

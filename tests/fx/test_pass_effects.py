@@ -106,6 +106,7 @@ def test_passes_and_what_they_change(name, monkeypatch, capsys):
     assert list(dict.fromkeys(name for name, change in changes if change != "no operator")) == EFFECTS[name].split()
 
 
+@pytest.mark.compiled_cases("decoder", "many rows")
 @pytest.mark.filterwarnings("ignore:The tensor attributes self.lstm._flat_weights")  # export's
 @pytest.mark.parametrize("name", MODELS)
 def test_a_skipped_pass_changes_nothing(name, monkeypatch):

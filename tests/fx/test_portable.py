@@ -93,7 +93,7 @@ KINDS = {
 }
 
 
-@pytest.mark.compiled_except("int8, -1")
+@pytest.mark.compiled
 @pytest.mark.slow_cases("*, 0", "*, 1")
 @pytest.mark.parametrize("kind", KINDS)
 def test_compiles_where_pt2mx_is_not_installed(kind, tmp_path, run_python):
@@ -195,15 +195,10 @@ def test_stochastic_rounding_by_its_seed():
     assert torch.equal(program.module()(x), Rounded()(x))
 
 
+@pytest.mark.compiled_cases("make_portable-fp8_e4m3-*", "without_calls-fp6_e2m3-*")
 @pytest.mark.parametrize(("dtype", "bias"), [(torch.float32, True), (torch.bfloat16, False)])
 @pytest.mark.parametrize("element", ["fp6_e2m3", "fp8_e4m3"])
 @pytest.mark.parametrize("write_out", [pt2mx.make_portable, without_calls])
-@pytest.mark.compiled_except(
-    "make_portable-fp6_e2m3-dtype0-True",
-    "make_portable-fp8_e4m3-dtype1-False",
-    "without_calls-fp6_e2m3-dtype1-False",
-    "without_calls-fp8_e4m3-dtype0-True",
-)
 def test_matmuls_with_packed_weights(dtype, bias, write_out, element):
     """The experts of a mixture, and a layer with and without a bias; without pt2mx they dequantize their weight."""
 
@@ -236,6 +231,7 @@ def test_matmuls_with_packed_weights(dtype, bias, write_out, element):
         torch.testing.assert_close(written.module()(x, offs), want, rtol=0, atol=tolerance)
 
 
+@pytest.mark.compiled_except("make_portable")
 @pytest.mark.parametrize("write_out", [pt2mx.make_portable, without_calls])
 def test_quantized_activations(write_out, monkeypatch):
     x = torch.randn(2048, 64)  # values enough for calls
@@ -251,6 +247,7 @@ def test_quantized_activations(write_out, monkeypatch):
     assert sqnr(written.module()(x), lowered_model(x)) > 55
 
 
+@pytest.mark.compiled_except("make_portable")
 @pytest.mark.parametrize("write_out", [pt2mx.make_portable, without_calls])
 def test_fp8_rowwise(write_out):
     class Rows(nn.Module):
@@ -347,6 +344,7 @@ def test_codes_and_scales_as_many_as_the_data_say():
                 assert torch.equal(got, want)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize(
     ("model", "count"),
     [

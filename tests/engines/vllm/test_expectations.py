@@ -53,6 +53,7 @@ def _loads(report):
     return not report.engines[_VLLM].startswith("does not load")
 
 
+@pytest.mark.diagonal
 @pytest.mark.slow_except("llama-*", "mixtral-compressed*-None", "gpt_oss-*mxfp4*", "qwen3_moe-compressed*-None")
 @pytest.mark.parametrize(("layout", "form", "inputs"), _WRITTEN)
 @pytest.mark.parametrize("family", _MODELS)

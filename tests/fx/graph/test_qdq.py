@@ -29,6 +29,7 @@ def test_nodes_carry_the_meta_of_their_tensor():
     assert [n.meta["val"].shape for n in dequantize.all_input_nodes] == [(3, 54), (3, 3)]
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("name", ["fp8_e4m3", "fp6_e2m3", "fp4_e2m1"])
 @pytest.mark.parametrize("axis", [0, 1])
 def test_dynamic_lengths_export_again(name, axis):

@@ -61,6 +61,7 @@ def modes(model):
     return attention.args[7:]
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["mxfp8", "mxint8", "mxfp4", "mxfp6_e3m2"])
 def test_the_result_is_quantized(name, dtype, monkeypatch):

@@ -202,6 +202,7 @@ def test_a_gradient_passes():
     assert relative_error(grads[1], grads[0].double()) < 0.02
 
 
+@pytest.mark.compiled
 def test_saved_and_portable(tmp_path):
     converted, model, x = lowered("mxfp6_e2m3")
     program = torch.export.export(model, (x,))

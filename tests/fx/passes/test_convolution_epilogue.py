@@ -112,6 +112,7 @@ FUSED = [
 ]  # fmt: skip
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("between", FUSED)
 def test_chains(between, dtype):
@@ -247,6 +248,7 @@ def test_dynamic_sizes():
         assert_same(fused, without, torch.randn(shape))
 
 
+@pytest.mark.compiled
 def test_what_else_knows_lowered_matmuls(tmp_path):
     torch.manual_seed(0)
     x = torch.randn(2, 32, 6, 7)

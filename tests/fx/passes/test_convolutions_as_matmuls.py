@@ -30,6 +30,7 @@ def lowered(model, x, name="mxfp8", shapes=None):
     return converted, lower_to_inductor(converted)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(
     ("kernel", "options"),
@@ -78,6 +79,7 @@ def test_one_dimension(options):
     assert found.state_dict()["weight_data_rows"].shape == (20, 1, 5, 32)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("channels", [1, 3, 20])
 @pytest.mark.parametrize("options", [{"padding": 1}, {"stride": 2, "dilation": (2, 1), "bias": False}])
 def test_few_channels(channels, options):
@@ -94,6 +96,7 @@ def test_few_channels(channels, options):
         assert found(x).stride() == converted(x).stride()
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("name", ["mxint8", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4", "mxfp8_e5m2{64}", "mxfp8{128}"])
 @pytest.mark.parametrize("channels", [64, 50])
 def test_formats(name, channels):

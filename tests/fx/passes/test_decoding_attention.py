@@ -33,6 +33,7 @@ def step(model, graph, seen, cache=None):
     return logits.float()
 
 
+@pytest.mark.compiled
 @pytest.mark.slow_except("llama")
 @pytest.mark.parametrize(
     "family", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "mistral")), "gpt2"]

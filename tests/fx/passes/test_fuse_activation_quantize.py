@@ -30,6 +30,7 @@ def lowered(model, x, recipe="mxfp8", **options):
     return converted, lower_to_inductor(converted)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("recipe", ["mxint8", "mxfp8", "mxfp4"])
 @pytest.mark.parametrize("width", [64, 72])

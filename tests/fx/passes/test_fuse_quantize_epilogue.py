@@ -54,6 +54,7 @@ ACTIVATIONS = {
 }
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("recipe", ["mxint8", "mxfp8", "mxfp4"])
 @pytest.mark.parametrize("name", ACTIVATIONS)

@@ -105,6 +105,15 @@ class Model(torch.nn.Module):
         return pytree.tree_map(torch.neg, self.after(x * 2))
 
 
+@pytest.mark.compiled_cases(
+    "three slices",
+    "two and one",
+    "another shape",
+    "along another dimension",
+    "every second value",
+    "to the end",
+    "a result",
+)
 @pytest.mark.parametrize("name", CASES)
 def test_before_and_after(name):
     after, before, left = CASES[name]

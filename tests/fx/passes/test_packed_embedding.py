@@ -31,6 +31,7 @@ def dequantizes(model):
     return [tuple(n.meta["val"].shape) for n in model.graph.find_nodes(op="call_function", target=ops.dequantize_mx)]
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", FORMATS)
 def test_rows_are_gathered_first(name, dtype):

@@ -21,6 +21,7 @@ def lowered(model, *args):
     return model
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", FORMATS)
 def test_linear(name, dtype):

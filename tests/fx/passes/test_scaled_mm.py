@@ -62,6 +62,7 @@ def counts(model):
     return [len(calls(model, operator)) for operator in OPERATORS]
 
 
+@pytest.mark.compiled_except("form0", "form3")
 @pytest.mark.parametrize("form", FORMS)
 def test_matmuls_on_tensor_cores_agree(form):
     """Three of five layers; x is quantized once, and each call swizzles only its scales."""

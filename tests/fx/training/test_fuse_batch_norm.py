@@ -18,6 +18,7 @@ def prepared_for_training(model, inputs):
     return pt2mx.prepare_qat_pt2e(exported(model.train(), *inputs), QUANTIZER)
 
 
+@pytest.mark.compiled_cases("*3d", "conv1d without bias", "linear without bias")
 @pytest.mark.parametrize("name", NORMALIZED_LAYERS)
 def test_fused_in_training_and_folded_without_difference(name):
     model, inputs = layer_and_norm(name)

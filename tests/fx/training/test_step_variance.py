@@ -59,6 +59,7 @@ def steps(model, call, passes=1, count=3):
     return gradients, {key: value.clone() for key, value in model.state_dict().items()}
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("name", ["checkpointed", "checkpointed, reentrant"])
 def test_checkpointing_changes_no_gradient_and_no_statistic(name, passes):

@@ -135,6 +135,7 @@ def test_each_shipped_recipe_is_tried():
     assert names == _SHIPPED.keys()
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 @pytest.mark.parametrize(
     ("name", "layout"), [(name, layout) for name, layouts in _SHIPPED.items() for layout in layouts]
@@ -217,6 +218,7 @@ def without(folder, name):
     return path
 
 
+@pytest.mark.compiled_except("mixtral")
 @pytest.mark.parametrize("family", ["llama", "mixtral", "gpt_oss"])
 def test_every_tensor_that_is_missing_is_an_error_by_its_name(family, tmp_path):
     """A missing tensor is an error for any shape, with or without an index, and also where transformers merges it."""

@@ -229,6 +229,7 @@ def test_codes_in_a_float_checkpoint(llama):
     load(folder, quantization_config=PT2MXConfig(_RECIPE, allow_partial=True))
 
 
+@pytest.mark.compiled
 def test_a_checkpoint_of_codes(llama, tmp_path):
     source, out = llama(), tmp_path / "mx"
     pt2mx.convert_checkpoint(source, out, dtype="bfloat16")

@@ -64,7 +64,7 @@ def _folder(quantized, source, path):
     pt2mx.LanguageModel(quantized.program, quantized.config, None, tokenizer_of_bytes()).save_pretrained(path)
 
 
-@pytest.mark.compiled_cases("convert", "convert to GGUF", "save in shards")
+@pytest.mark.compiled_except("save as GGUF", "folder")
 @pytest.mark.filterwarnings("ignore:the setting module_name_regex")
 @pytest.mark.parametrize(
     ("write", "resumes"),

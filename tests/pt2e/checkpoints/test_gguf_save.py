@@ -120,6 +120,7 @@ def test_codes_of_a_file_are_written_again(tmp_path):
     assert all(torch.equal(read.blocks(name), written.blocks(name)) for name in read.entries)
 
 
+@pytest.mark.compiled_cases("mistral-*")
 @pytest.mark.parametrize(
     ("family", "fields", "message"),
     [
@@ -145,6 +146,7 @@ def test_models_that_gguf_cannot_describe(family, fields, message, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.compiled
 def test_outputs_that_cannot_be_written(tmp_path):
     quantized = quantized_decoder("llama", _quantizer())
     model = tiny_decoder("llama")

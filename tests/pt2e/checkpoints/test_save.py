@@ -34,6 +34,7 @@ def stock(folder, **options):
     return transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
 
 
+@pytest.mark.compiled_except("llama-*", "qwen2-settings1-*")
 @pytest.mark.slow_cases("mixtral-settings4-mxfp4-pack-quantized", "gpt_oss-settings6-mxfp6-pack-quantized")
 @pytest.mark.parametrize(
     ("family", "settings", "form"),
@@ -62,6 +63,7 @@ def test_compressed_tensors_computes_the_same_logits(bf16, convert, logits, tmp_
     assert torch.equal(logits(loaded), logits(converted))
 
 
+@pytest.mark.compiled
 def test_gpt_oss_is_read_by_transformers(bf16, convert, logits, tmp_path):
     float_one = bf16("gpt_oss")
     converted = convert(float_one.graph, {".*experts": (FP4, None)})
@@ -74,6 +76,7 @@ def test_gpt_oss_is_read_by_transformers(bf16, convert, logits, tmp_path):
     assert torch.equal(logits(load_packed_model(tmp_path / "out")), logits(converted))
 
 
+@pytest.mark.compiled_except("granitemoe-*", "gpt_oss-*")
 @pytest.mark.parametrize(
     ("family", "settings", "unpack"),
     [
@@ -165,6 +168,7 @@ def test_a_tied_head_in_high_precision_stays_tied(bf16, convert, logits, tmp_pat
     assert torch.equal(logits(load_packed_model(tmp_path / "out")), logits(converted))
 
 
+@pytest.mark.compiled_except("modelopt-*")
 @pytest.mark.parametrize(
     ("layout", "form", "settings"),
     [
@@ -214,6 +218,7 @@ def test_rounded_weights_and_a_model_without_memory(bf16, convert, quantizer, lo
     assert torch.equal(logits(stock(tmp_path / "out")), logits(converted))
 
 
+@pytest.mark.compiled_cases("llama4-*", "falcon-*", "mamba-*")
 @pytest.mark.parametrize(
     ("family", "layout", "settings", "text"),
     [
@@ -252,6 +257,7 @@ def test_what_a_layout_cannot_hold(bf16, convert, tmp_path, family, layout, sett
     assert not files(tmp_path)
 
 
+@pytest.mark.compiled
 def test_what_no_checkpoint_holds(bf16, convert, tmp_path):
     float_one, settings = bf16("llama"), {".*q_proj": (FP4, None)}
     model, converted = float_one.model, convert(float_one.graph, settings)

@@ -62,6 +62,7 @@ def test_nvfp4_through_a_program(llama, in_format, logits, tmp_path):
     assert torch.equal(logits(pt2mx.LanguageModel.from_pretrained(tmp_path / "program")), logits(program))
 
 
+@pytest.mark.compiled
 @torch.no_grad()
 def test_layers_whose_tensor_scales_differ_are_read(in_format, logits, tmp_path):
     """A layer computes with its own scale, in a matmul of its own."""

@@ -53,6 +53,7 @@ def rotated(bf16, convert, quantizer):
     return make
 
 
+@pytest.mark.compiled_except("settings0-*")
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("settings", "fields", "sizes"),
@@ -75,6 +76,7 @@ def test_rotated_inputs(rotated, logits, tmp_path, settings, fields, sizes):
     assert not [name for name, _ in loaded.named_buffers() if "matrix" in name]
 
 
+@pytest.mark.compiled
 @torch.no_grad()
 def test_a_program_with_matrices_of_the_file(edited, logits, tmp_path):
     tensors = {f"{Q}.v_input.weight": _random(32), f"{Q}.v_output.weight": _random(32)}
@@ -135,6 +137,7 @@ _PERM = torch.randperm(16, generator=torch.Generator().manual_seed(0))
 _MLP = "model.layers.0.mlp"
 
 
+@pytest.mark.compiled_except("groups0-*", "groups4-*")
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("groups", "tensors"),
@@ -196,6 +199,7 @@ def test_a_config_without_groups():
     assert read({}) == read({"transform_config": None}) == read({"transform_config": {"config_groups": {}}}) == ()
 
 
+@pytest.mark.compiled_cases("gpt_oss-*", "llama-quark-*")
 @pytest.mark.parametrize(
     ("family", "layout", "modules", "options", "text"),
     [

@@ -67,6 +67,7 @@ def test_a_slice_in_python_takes_over_no_figures(place, tmp_path):
     assert metadata_of(tmp_path)["pt2mx"]["commands"] == COMMANDS[:1]
 
 
+@pytest.mark.compiled
 def test_the_codes_of_a_checkpoint_come_back_with_their_recipe(run, place):
     assert run("quantize", "--model", "hf:saved", "--output", "again")[0] == 0
     assert (place / "again" / "recipe.yaml").read_text() == (place / "narrow" / "recipe.yaml").read_text()

@@ -131,6 +131,7 @@ def test_a_checkpoint_is_converted(llama, tmp_path, capsys):
     assert loaded(torch.arange(40)[None]).logits.isfinite().all()
 
 
+@pytest.mark.compiled
 def test_the_command_says_what_it_chooses(llama, place, tmp_path, capsys):
     """Inputs in the scale mode of the layout, a head that no engine loads, and what engines do."""
     out = tmp_path / "out"

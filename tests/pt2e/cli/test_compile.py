@@ -95,6 +95,7 @@ def here(folder, monkeypatch):
     return folder
 
 
+@pytest.mark.compiled
 def test_package_gives_the_bits_of_the_lowered_model_in_another_process(here, run_python):
     arguments = ["with", "net.aoti.pt2", *(f"lowered{i}.pt" for i in range(3))]
     assert run_python(IN_ANOTHER_PROCESS, arguments, cwd=here).split()[::2] == ["True"] * 3
@@ -273,6 +274,7 @@ def test_run_casts_float64_with_a_note(here, capsys):
     assert capsys.readouterr().err.splitlines() == notes and torch.equal(torch.load("out.pt"), expected)
 
 
+@pytest.mark.compiled
 def test_files_of_another_version_are_noted(here, capsys, monkeypatch):
     pt2mx.save_program(torch.export.load("net.pt2"), "versioned.pt2")
     monkeypatch.setattr(provenance, "__version__", "9.9")

@@ -140,6 +140,7 @@ def test_a_program_that_cannot_be_compiled(folder, capsys):
     assert "mxfp8 was not compiled: pt2mx: error: " in capsys.readouterr().out
 
 
+@pytest.mark.compiled
 def test_from_a_checkpoint_to_text(tmp_path, monkeypatch, capsys):
     folder = checkpoint("llama", tmp_path / "checkpoint", num_hidden_layers=1)
     monkeypatch.setattr(demo, "smollm2_checkpoint", lambda: folder)

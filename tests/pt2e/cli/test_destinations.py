@@ -11,6 +11,7 @@ from tests.language_models import checkpoint, transformers
 _TO = ("--output", "b.onnx")
 
 
+@pytest.mark.compiled
 def test_a_decoder_reaches_transformers(tmp_path, monkeypatch, capsys):
     """By the commands that are printed, from a checkpoint in float32 and without a recipe."""
     monkeypatch.chdir(tmp_path)

@@ -79,6 +79,7 @@ def test_run_of_a_file(here, capsys, tmp_path):
     assert torch.equal(y, run(str(tmp_path / "net.onnx"), x)[0])
 
 
+@pytest.mark.compiled
 def test_runs_that_are_refused(here, capsys):
     assert export(here / "net.pt2", "--output", "net.onnx") == 0
     torch.save((torch.randn(3, 64), torch.randn(1)), "other.pt")
@@ -96,6 +97,7 @@ def test_runs_that_are_refused(here, capsys):
         assert message in capsys.readouterr().err
 
 
+@pytest.mark.compiled
 def test_a_file_that_onnxruntime_does_not_run_is_written_all_the_same(here, capsys, tmp_path):
     assert export(here / "narrow.pt2", "--output", "net.onnx") == 0
     printed = capsys.readouterr().out

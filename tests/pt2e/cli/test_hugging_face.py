@@ -26,6 +26,7 @@ def rewrite(folder: str, *removed: str, **fields) -> None:
     file.write_text(json.dumps(config | fields))
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("stated", [True, False])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(

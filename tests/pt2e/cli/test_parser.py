@@ -61,12 +61,14 @@ def test_every_command_runs_knows_json_and_tracebacks(words):
     assert callable(getattr(importlib.import_module(module), function))
 
 
+@pytest.mark.compiled_except("quantize", "compile", "export-onnx")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_misspelt_command_is_refused_with_the_nearest(command, refused):
     for misspelt in (command[:-1], command[0] + command[2:], command.replace("e", "ee", 1) + "s"):
         assert f"invalid choice: {misspelt!r}: did you mean {command!r}? allowed: " in refused(misspelt)
 
 
+@pytest.mark.compiled_except("", "compile", "inspect", "recipes check")
 @pytest.mark.parametrize("words", ["", *LEAVES])
 def test_a_misspelt_option_is_refused_with_the_nearest(words, refused):
     """Also if another option is missing."""
@@ -117,6 +119,7 @@ def test_help_of_a_command_with_actions_is_its_own(capsys):
     assert "show" in capsys.readouterr().out
 
 
+@pytest.mark.compiled_except("sensitivity", "compile", "perplexity")
 @pytest.mark.parametrize("words", LEAVES)
 def test_an_option_given_twice_is_refused_or_keeps_both_values(words, refused):
     parser = LEAVES[words]

@@ -39,6 +39,7 @@ def test_another_graph(net, tmp_path):
     assert last == f"relative error: {worst.error}" and any("linear" in line for line in code)
 
 
+@pytest.mark.compiled
 def test_a_form_that_is_made_of_subgraphs(net, tmp_path):
     _, forms = net
     assert bisect(forms["converted"], lambda subgraph, inputs: subgraph, IDS) is None

@@ -51,6 +51,7 @@ def test_an_onnx_file_with_a_fault(tmp_path):
     assert (content["outputs"] - want).norm() / want.norm() == pytest.approx(worst.error, rel=1e-5)
 
 
+@pytest.mark.compiled
 def test_files_that_are_no_stage(tmp_path):
     other, _ = stages()
     (tmp_path / "text.onnx").write_text("no model")

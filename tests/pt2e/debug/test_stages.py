@@ -94,6 +94,7 @@ def test_subgraphs_are_compared():
         assert len(inside) == 2 and all(10 < row.isolated.sqnr < 25 and "/" in row.node for row in inside), name
 
 
+@pytest.mark.compiled
 @GRU
 def test_folded_norms_written_inputs_and_tuples():
     x = torch.randn(2, 32, 10, 10, generator=torch.Generator().manual_seed(0))

@@ -72,6 +72,7 @@ def test_weights_stay_bytes():
     assert len(ready.constants) == 0
 
 
+@pytest.mark.compiled
 @pytest.mark.slow_except("nvfp4")
 @pytest.mark.parametrize("activation", ["mxint8(mse)", "mxfp8(ceil,up)", "nvfp4"])
 def test_blocks_that_are_not_finite_and_tiny_ones(activation):
@@ -88,6 +89,7 @@ def test_blocks_that_are_not_finite_and_tiny_ones(activation):
     assert torch.equal(y.isnan(), expected.isnan()) and torch.equal(y.nan_to_num(), expected.nan_to_num())
 
 
+@pytest.mark.compiled
 def test_the_program_does_not_change():
     program = converted_program(nn.Linear(64, 8).eval(), torch.randn(2, 64), "mxfp8")
     before = str(program)
@@ -126,6 +128,7 @@ def test_refuses_what_is_no_converted_program():
 aten = torch.ops.aten
 
 
+@pytest.mark.compiled
 def test_weights_of_one_format_share_their_tables():
     x = torch.randn(2, 64)
     ready = {

@@ -65,6 +65,7 @@ def test_dynamo_gives_the_bits_of_the_converted_model(name, recipe, converted):
     assert any(operand.spec for operator in quantizer.report.operators for operand in operator.operands)
 
 
+@pytest.mark.compiled
 @pytest.mark.slow_except("bert-mxfp4_weight_only-100")
 @pytest.mark.parametrize(
     ("name", "recipe", "least"),
@@ -104,6 +105,7 @@ def test_dynamic_sizes_stay_dynamic(converted):
     assert sqnr(outputs(converted[0](**inputs)), outputs(result(**inputs))) >= 100
 
 
+@pytest.mark.compiled
 @pytest.mark.slow_except("3-0")
 @pytest.mark.parametrize(("padding", "of_samples"), [(3, 0), (0, 3)])
 @torch.no_grad()
@@ -145,6 +147,7 @@ def test_errors():
         MXExportQuantizer("mxfp8").quantize(None, {}, "coreml")
 
 
+@pytest.mark.compiled
 def test_a_format_without_onnx_function_is_named():
     config = MXQuantizationConfig(weight="mxfp8", activation="mxfp8(mse)")
     quantizer = MXExportQuantizer(MXQuantizer().set_global(config), [example("resnet", 1)])

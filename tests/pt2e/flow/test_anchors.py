@@ -44,6 +44,7 @@ def train(models, inputs, steps=3):
         optimizer.step()
 
 
+@pytest.mark.diagonal
 @pytest.mark.slow_cases("*-Nested-", "int6-Cond-")
 @pytest.mark.parametrize(
     ("make", "inputs"),
@@ -51,7 +52,6 @@ def train(models, inputs, steps=3):
     ids=lambda one: getattr(one, "__name__", ""),
 )
 @pytest.mark.parametrize("narrow", [FP4, quantizer("int6{32}")], ids=["mxfp4", "int6"])
-@pytest.mark.compiled_cases("mxfp4-Cond-")
 def test_the_slice_is_the_sliced_anchor(make, inputs, narrow):
     _, anchor, slice_ = prepared(make().train(), inputs, narrow)
     train([anchor, slice_], inputs)

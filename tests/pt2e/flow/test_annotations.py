@@ -37,6 +37,7 @@ def exported(model=None):
     return torch.export.export((model or nn.Linear(64, 8)).eval(), (torch.randn(4, 64),)).module()
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("prepare", [pt2mx.prepare_pt2e, pt2mx.prepare_qat_pt2e])
 @pytest.mark.parametrize(
     "spec",

@@ -83,6 +83,7 @@ def plain():
 PREPARES = (pt2mx.prepare_pt2e, pt2mx.prepare_qat_pt2e)
 
 
+@pytest.mark.compiled_cases("calibrated-words of other layers")
 @pytest.mark.slow_cases(
     "trained-words of the next but one", "trained-words of the flow", "calibrated-words of the next but one"
 )

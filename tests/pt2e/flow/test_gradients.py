@@ -79,6 +79,15 @@ def test_without_fake_quantization_gradients_are_those_of_the_float_model():
     assert same(y, z) and all(same(grads[name], others[name]) for name in others)
 
 
+@pytest.mark.compiled_except(
+    "True-conv1d",
+    "True-conv2d, grouped",
+    "True-conv_transpose2d, grouped",
+    "True-linear",
+    "False-conv2d",
+    "False-conv_transpose1d",
+    "False-linear without bias",
+)
 @pytest.mark.parametrize("name", NORMALIZED_LAYERS)
 @pytest.mark.parametrize("training", [True, False])
 def test_layers_that_a_batch_norm_follows(name, training):
@@ -102,8 +111,8 @@ def test_layers_that_a_batch_norm_follows(name, training):
 TRAINABLE = [subgraph_models.Autocast, subgraph_models.Cond, subgraph_models.Scan, subgraph_models.Map]
 
 
+@pytest.mark.compiled_except("Autocast", "Checkpoint")
 @pytest.mark.parametrize("kind", [*TRAINABLE, subgraph_models.Checkpoint, subgraph_models.Branches])
-@pytest.mark.compiled_cases("Scan", "Map", "Branches")
 def test_subgraphs(kind):
     model, x = kind(), subgraph_models.X
     steps = [step(prepared(model, x, activation=FINE, weight=FINE, **g), x) for g in ({}, {"gradient": FINE})]

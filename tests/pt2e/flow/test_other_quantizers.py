@@ -97,6 +97,14 @@ def check(prepared, x):
     return converted
 
 
+@pytest.mark.compiled_except(
+    "x86-linear-True",
+    "x86, trained-convolution-True",
+    "x86, dynamic-gated-True",
+    "arm, dynamic-linear-True",
+    "xnnpack-gated-True",
+    "embedding, xnnpack dynamic-convolution-True",
+)
 @pytest.mark.filterwarnings("ignore:torchao's convert_pt2e folds no batch norm")
 @pytest.mark.parametrize(
     ("name", "with_ours"),
@@ -242,6 +250,7 @@ SPECS = {
 }
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("with_ours", [False, True], ids=["alone", "with ours"])
 @pytest.mark.parametrize(
     ("specs", "dtypes"),

@@ -82,6 +82,7 @@ def check(model, weights, specs=None):
         assert torch.equal(values, weight.dequantized())
 
 
+@pytest.mark.compiled_cases("while_loop", "tied")
 @pytest.mark.filterwarnings("ignore:The tensor attributes self.lstm._flat_weights")  # export's
 @pytest.mark.parametrize("name", CASES)
 def test_weights(name):
@@ -137,6 +138,7 @@ def test_an_encoder():
     check(model, weights)
 
 
+@pytest.mark.compiled
 def test_minilm(minilm):
     """The pretrained encoder: a table and 36 layers."""
     converted = pt2mx.convert_pt2e(
@@ -149,6 +151,7 @@ def test_minilm(minilm):
         assert torch.equal(weight.dequantized(), pt2mx.fake_quantize_mx(held[weight.name].detach(), weight.spec))
 
 
+@pytest.mark.compiled
 def test_experts():
     """Weights of three dimensions, which the graph transposes before they are quantized."""
     model, _ = exported_decoder("mixtral", num_hidden_layers=1)
@@ -257,6 +260,7 @@ def test_nothing_quantized():
     assert not list(packed_weights(torch.export.export(mlp(), (x,))))
 
 
+@pytest.mark.compiled
 def test_what_has_no_packed_weights():
     x = torch.randn(8, 64)
     with pytest.raises(MXError, match="not Sequential"):

@@ -109,6 +109,7 @@ def test_autocast():
         assert_converts_to_the_bit(prepared, x)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", [Block, ConvNet])
 def test_models_in_half_precision(kind, dtype):

@@ -51,6 +51,7 @@ def scales(model):
     return {name: tensor.item() for name, tensor in model.named_buffers() if name.endswith("weight_tensor_scale")}
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("fold", [True, False])
 @pytest.mark.parametrize("activation", [None, "nvfp4"])
 @pytest.mark.parametrize("spec", FORMATS)
@@ -153,6 +154,7 @@ def test_training_compiles():
     torch.testing.assert_close(torch.compile(qat, fullgraph=True, backend="aot_eager")(X), want)
 
 
+@pytest.mark.compiled_except("True")
 @pytest.mark.parametrize("qat", [False, True])
 def test_a_prepared_model_can_be_exported_and_copied(qat, tmp_path):
     prepared = (pt2mx.prepare_qat_pt2e if qat else pt2mx.prepare_pt2e)(exported(Block().eval(), X), quantizer())
@@ -239,6 +241,7 @@ class InSubgraph(nn.Module):
         return y * 2
 
 
+@pytest.mark.compiled_except("cond")
 @pytest.mark.parametrize("kind", ["no_grad", "autocast", "cond"])
 def test_siblings_in_subgraphs(kind):
     model = InSubgraph(kind).eval()

@@ -62,6 +62,7 @@ def groups(prepared):
     return names - {()}
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("qat", [False, True])
 @pytest.mark.parametrize(
     ("layer", "settings", "want"),

@@ -22,6 +22,7 @@ from tests.graph import quantized_at_each_call
 from tests.models import OF_EACH_KIND, TwoLayers, module_of
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("name", OF_EACH_KIND)
 @pytest.mark.parametrize("qat", [False, True], ids=["calibrated", "trained"])
 def test_prepare_and_convert_of_torchao_with_our_quantizer(name, qat):

@@ -160,6 +160,7 @@ def test_trap_10_subgraphs():
     assert torch.equal(model(x), prepared(x)) and "weight_data" in model.state_dict()
 
 
+@pytest.mark.compiled_except("prepare_qat_pt2e")
 @pytest.mark.usefixtures("few_objects")
 @pytest.mark.filterwarnings(
     "ignore:the exported model runs dropout in training mode"

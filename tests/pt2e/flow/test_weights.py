@@ -37,6 +37,7 @@ def spoil(name, value):
     return lambda model: model.get_parameter(name).data.view(-1)[70].fill_(value)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize(
     ("change", "x", "names"),
     [

@@ -51,6 +51,7 @@ def test_prepare_and_convert(program, quantize, spelling, error, bits):
     assert report.effective_bits == pytest.approx(bits, abs=0.05) and report.bytes_after < report.bytes_before
 
 
+@pytest.mark.compiled
 def test_save_load_and_lower(quantize, tmp_path):
     args = (torch.randn(5, 40),)
     matmuls = module_of(

@@ -1,3 +1,4 @@
+import pytest
 import torch
 from torch import nn
 
@@ -7,6 +8,7 @@ from pt2mx.pt2e.language import ranks
 from tests.language_models import exported_decoder
 
 
+@pytest.mark.compiled
 def test_a_folder_holds_the_encoder_until_a_model_without_one_is_written(tmp_path):
     (model, program), x = exported_decoder("llama", num_hidden_layers=1), torch.randn(3, 4)
     sizes = {"input": {0: torch.export.Dim.DYNAMIC}}

@@ -139,6 +139,7 @@ def test_what_is_no_grid_of_patches(folder):
             model.generate(**{**prompts, **wrong}, **GREEDY)
 
 
+@pytest.mark.compiled
 @pytest.mark.slow_except("llava")
 @pytest.mark.parametrize("kind", ["llava", "qwen3_vl"])
 def test_images_and_tokens_of_other_dtypes(folder, kind):

@@ -82,6 +82,7 @@ def run(rank, folders, results, port, thorough):
     dist.destroy_process_group()
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize(
     ("family", "thorough"), [("llama", False), *(pytest.param(*row, marks=pytest.mark.slow) for row in MORE)]
 )

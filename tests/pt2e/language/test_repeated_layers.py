@@ -297,6 +297,7 @@ FAMILIES = {
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name != "Llama"]
 
 
+@pytest.mark.compiled
 @pytest.mark.slow_cases("Llama-False")
 @pytest.mark.parametrize("caches", [True, False])  # without the cache, a trace reads sizes of other tensors
 @pytest.mark.parametrize("family", ["Llama", *SLOW])

@@ -32,6 +32,7 @@ def longrope():
     return tiny_decoder("phi3", num_hidden_layers=1, **fields)
 
 
+@pytest.mark.compiled
 @pytest.mark.slow_except("64-40")
 @pytest.mark.parametrize(("length", "prompt"), [(None, 12), (64, 40)])
 def test_longrope(length, prompt):

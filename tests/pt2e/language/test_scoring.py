@@ -8,7 +8,7 @@ from pt2mx.pt2e.language.scoring import context_length, continuations, log_likel
 from tests.language_models import decoder_by_recipe, tokenizer_of_bytes
 
 
-@pytest.fixture(scope="module", params=["llama", "mamba"])
+@pytest.fixture(scope="module", params=["llama", pytest.param("mamba", marks=pytest.mark.compiled)])
 def model(request):
     """A model whose caches keep every token, and one with recurrent layers."""
     quantized = copy.copy(decoder_by_recipe("mxfp4_weight_only", request.param))
@@ -85,6 +85,7 @@ def test_the_windows_of_an_example():
     assert list(rolling_pairs([], -1, 4)) == []
 
 
+@pytest.mark.compiled_except("llama-2")
 @pytest.mark.slow_cases("mamba-1", "mamba-2")
 @pytest.mark.parametrize("batch_size", [1, 2, 9])
 def test_continuations(model, batch_size):

@@ -40,6 +40,7 @@ def test_a_decoder(family, tmp_path):
     assert "pt2mx.quantize_mx" not in sliced.program.graph_module.code
 
 
+@pytest.mark.compiled
 def test_it_is_the_quantized_model_with_the_values_of_the_anchor():
     """Its logits are those of quantizing the float decoder with these values, to the bit."""
     model, _ = exported_decoder("qwen2", num_hidden_layers=1)
@@ -73,6 +74,7 @@ def test_a_quantized_cache_keeps_its_format(tmp_path):
     assert sliced.generate(PROMPT, max_new_tokens=3, do_sample=False).shape == (1, 7)
 
 
+@pytest.mark.compiled
 def test_a_cache_of_values_is_quantized_where_the_recipe_says_so():
     anchor = decoder_by_recipe("mxint8", "llama", num_hidden_layers=1)
     narrow = MXQuantizer.from_recipe("mxfp4_weight_only").set_kv_cache("mxfp8")

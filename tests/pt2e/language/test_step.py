@@ -182,6 +182,7 @@ def test_the_cache_of_a_step_is_freed_before_there_is_another(kept, monkeypatch,
     assert alive == [None]
 
 
+@pytest.mark.compiled
 def test_a_cache_that_the_user_has_is_not_taken(kept):
     ids = padded()[0]
     result = kept.generate(ids, return_dict_in_generate=True, **GREEDY)
@@ -209,6 +210,7 @@ def test_a_step_is_freed_for_the_cache_of_a_user(kept, monkeypatch):
     assert kept._step.cache is cache and steps == [None]
 
 
+@pytest.mark.compiled
 def test_no_step_is_kept_on_the_cpu(llama):
     llama.generate(padded()[0], **GREEDY)
     assert llama._step is None
@@ -234,6 +236,7 @@ def test_a_compiled_step_is_recorded_on_the_cpu():
     torch.set_num_threads(torch.get_num_threads() - 1)
 
 
+@pytest.mark.compiled
 @pytest.mark.slow_except("True")
 @pytest.mark.parametrize("first", [True, False])
 def test_inference_mode(kept, first):
@@ -257,6 +260,7 @@ def test_a_copy_has_no_step(kept, copied):
     assert torch.equal(other.generate(ids, **GREEDY), expected)
 
 
+@pytest.mark.compiled
 def test_the_gpu_of_the_model_is_the_current_one(llama, monkeypatch):
     devices, original, choose = [], torch.cuda.device_of, language_model.choose_tokens
 

@@ -84,6 +84,7 @@ def ends(model, ids, mask, number, **options):
     return [int(new[row, 3 * row + 1]) for row in range(number)]
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("options", [{"do_sample": False}, SEVERAL], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("number", [0, 1, 3])
 def test_ends_at_different_steps(llama, behind, compare, options, number):
@@ -96,6 +97,7 @@ def test_ends_at_different_steps(llama, behind, compare, options, number):
     assert (padding > 0).any() == (number > 0) and result.shape[1] <= 24
 
 
+@pytest.mark.compiled_except("at once-*-3", "a step behind-several-1", "a step behind-repetition-3")
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("name", SAMPLED)
 def test_sampled_text(llama, behind, compare, name, batch):
@@ -111,9 +113,9 @@ def test_greedy_text_with_a_minimum_length(llama, behind, compare):
         compare(llama, ids, attention_mask=mask, **call)
 
 
+@pytest.mark.compiled
 @pytest.mark.slow_except("*mistral")
 @pytest.mark.parametrize("family", ["gemma2", "mistral"])
-@pytest.mark.compiled_cases("at once-mistral")
 def test_sliding_windows(behind, compare, family):
     model, program = exported_decoder(family)
     ids, mask = padded()
@@ -177,6 +179,7 @@ class Last(transformers.StoppingCriteria):
         return input_ids[:, -1] % 8 == 0
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("end", [None, 299])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_criteria_of_the_user(llama, behind, compare, batch, end):
@@ -273,6 +276,7 @@ class Raises(transformers.generation.streamers.BaseStreamer, transformers.Stoppi
         raise AssertionError("an interrupted stream has no end")
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 @pytest.mark.parametrize("kind", ["streamer", "criterion"])
 @pytest.mark.parametrize("batch", [1, 3])

@@ -50,6 +50,7 @@ def test_a_model_goes_to_the_hub_and_back(hub, model, cache):
     assert f"# {NAME}\n" in text and f"hf download {NAME} --local-dir tiny-mxfp4\n" in text
 
 
+@pytest.mark.compiled
 def test_a_loaded_model_is_pushed_with_its_documents(pushed):
     """Its card, which may have been written by hand, and its recipe, also in the program."""
     pushed.add(NAME, "main", {"README.md": b"of the user", "LICENSE.txt": b"terms", "report.json": b"{}"})

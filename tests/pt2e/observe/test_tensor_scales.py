@@ -87,6 +87,7 @@ def prepared_experts(prepare, rule):
     )
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("rule", ["static", "moving_average"])
 @pytest.mark.parametrize("prepare", [pt2mx.prepare_pt2e, pt2mx.prepare_qat_pt2e])
 def test_an_expert_without_a_token_keeps_its_scale(prepare, rule):

@@ -166,6 +166,7 @@ def test_outputs_with_packed_weights_only(name, exported_by):
             torch.testing.assert_close(run(written, *batch)[0], converted(*batch), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.compiled
 def test_float16(tmp_path):
     model = nn.Sequential(nn.Embedding(100, 96), nn.Linear(96, 8)).half()
     _, written = exported_to(tmp_path / "net.onnx", model, (ids(2, 5),), "mxfp8", ({0: BATCH},))
@@ -176,6 +177,7 @@ def test_float16(tmp_path):
     assert {node.dtype for _, node in DequantizeMX.nodes_in(written)} == {onnx.TensorProto.FLOAT16}
 
 
+@pytest.mark.compiled
 def test_bfloat16(tmp_path):
     """An embedding only: onnxruntime has no bfloat16 matmul on the CPU."""
     model = nn.Sequential(nn.Embedding(100, 96)).bfloat16()
@@ -195,6 +197,7 @@ def test_branches(tmp_path):
         assert sqnr(run(written, x)[0], converted(x)) > 100
 
 
+@pytest.mark.compiled
 def test_weights_have_the_bytes_of_the_converted_model(exported_by):
     converted, written = exported_by("attention", "mxfp4")
     constants = {c.name: torch.from_numpy(onnx.numpy_helper.to_array(c).copy()) for c in written.graph.initializer}
@@ -219,6 +222,7 @@ def test_opsets(opset, tmp_path):
     assert sqnr(run(written, batch)[0], converted(batch)) > 30
 
 
+@pytest.mark.compiled
 @pytest.mark.slow_except("mxfp4-0.15")
 @pytest.mark.parametrize(("recipe", "ratio"), [("mxfp4", 0.15), ("mxfp8", 0.28)])
 def test_size_of_the_file(recipe, ratio, tmp_path):
@@ -228,6 +232,7 @@ def test_size_of_the_file(recipe, ratio, tmp_path):
     assert (tmp_path / "net.onnx").stat().st_size < ratio * floats
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("name", [pytest.param("attention", marks=pytest.mark.slow), "matmul"])
 def test_a_saved_program_has_its_inputs_and_shapes(name, exported_by, tmp_path):
     _, inputs, shapes, others, count = MODELS[name]
@@ -276,6 +281,7 @@ def test_lowered_model_and_a_rotated_one(tmp_path):
     assert sqnr(run(str(tmp_path / "rotated.onnx"), x)[0], rotated(x)) > 20
 
 
+@pytest.mark.compiled
 def test_one_function_for_each_spec(tmp_path):
     _, written = exported_to(
         tmp_path / "net.onnx", nn.Sequential(*(nn.Linear(64, 64) for _ in range(4))), (torch.randn(2, 64),)

@@ -56,6 +56,7 @@ def spec_of(node: onnx.NodeProto) -> FakeQuantizeMX:
     return attributes
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("opset", [18, 20, 25])
 @pytest.mark.parametrize("element", [*ELEMENTS, *OTHERS])
 def test_fake_quantize_gives_the_bits_of_adversarial_values(element, opset):
@@ -176,6 +177,7 @@ def packed_inputs(rank: int) -> dict[str, tuple[int, list]]:
     return {name: (TensorProto.UINT8, [None] * rank) for name in ("codes", "scale")}
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("element", ["fp8_e5m2", "fp6_e3m2", "fp4_e2m1", "int8"])
 @pytest.mark.parametrize(("shape", "axis", "block_size"), SHAPES[:-1])
 def test_dequantize_of_any_axis_and_length(shape, axis, block_size, element):

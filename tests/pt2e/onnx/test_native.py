@@ -41,6 +41,7 @@ def types_of(model):
     return {tensor.name: TensorProto.DataType.Name(tensor.data_type) for tensor in model.graph.initializer}
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("dtype", [TensorProto.FLOAT, TensorProto.FLOAT16])
 @pytest.mark.parametrize(("shape", "axis"), [((6, 70), -1), ((2, 45, 3), 1), ((33, 4), 0), ((64,), -1)])
 @pytest.mark.parametrize("name", TYPES)
@@ -72,8 +73,8 @@ def test_weights_in_onnxruntime(name, shape, axis, dtype):
     assert same(run(model)[0], want.float())
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("recipe", ["mxfp4", "mxfp8"])
-@pytest.mark.compiled_cases("mxfp8")
 def test_an_exported_program(recipe, tmp_path):
     """The file has the weights of the default target in other types, the same nodes, and the same outputs."""
     model, x = nn.Sequential(nn.Linear(70, 64), nn.Linear(64, 8)).eval(), torch.randn(4, 70)
@@ -86,6 +87,7 @@ def test_an_exported_program(recipe, tmp_path):
     assert after.weights == before.weights and after.activations == before.activations
 
 
+@pytest.mark.compiled
 def test_embeddings_and_tied_heads_stay_bytes(tmp_path):
     """Their constants are read by Gather, which takes none of ONNX's small types."""
     ids = torch.randint(48, (3, 5))

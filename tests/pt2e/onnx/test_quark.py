@@ -20,6 +20,7 @@ def model_of(*nodes, shape=(None, 40)):
     return helper.make_model(graph, opset_imports=imports, ir_version=10)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("rounding", ["even", "half_away", "half_up"])
 @pytest.mark.parametrize("element", [*FORMATS, "int8_full"])
 @pytest.mark.parametrize("axis", [-1, 0])
@@ -82,6 +83,7 @@ def test_specs_that_quark_does_not_have(spec):
         to_quark(model_of(node))
 
 
+@pytest.mark.compiled
 def test_an_exported_program(tmp_path):
     layer, x = torch.nn.Linear(70, 8).eval(), torch.randn(3, 70)
     prepared = pt2mx.prepare_pt2e(torch.export.export(layer, (x,)).module(), pt2mx.MXQuantizer.from_recipe("mxfp8"))

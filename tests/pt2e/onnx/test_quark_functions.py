@@ -39,6 +39,7 @@ def outputs(path, *inputs):
     return run(str(path), *inputs)
 
 
+@pytest.mark.compiled_cases("fp8_e5m2-*", "fp6_e2m3-*")
 @pytest.mark.parametrize("entry", OF_QUARK, ids=lambda e: f"{e['fmt']}-{e['input']}-{e['rounding_mode']}")
 def test_recorded_results_of_quark(tmp_path, entry):
     x = torch.from_numpy(GOLDEN["in/" + entry["input"]])
@@ -52,6 +53,7 @@ def test_recorded_results_of_quark(tmp_path, entry):
         assert np.array_equal(y.numpy(), GOLDEN[entry["dq"]], equal_nan=True)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("rounding_mode", [0, 1, 2])
 @pytest.mark.parametrize("element", FORMATS)
 def test_adversarial_values(tmp_path, element, rounding_mode):

@@ -95,6 +95,7 @@ def test_every_quantized_operand_has_the_bits_of_pt2mx(recipe, optimize):
         torch.testing.assert_close(run(model, ids)[0], converted(ids), rtol=0.02, atol=0.02)
 
 
+@pytest.mark.compiled
 def test_a_file_that_onnxruntime_runs(tmp_path):
     x = torch.randn(4, 128)
     converted = convert(nn.Linear(128, 256), (x,), "mxfp4")
@@ -106,6 +107,7 @@ def test_a_file_that_onnxruntime_runs(tmp_path):
     assert onnx.TensorProto.UINT8 in dtypes.values()
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("opset", [pytest.param(18, marks=pytest.mark.slow), 23])
 def test_opsets(opset):
     x = torch.randn(4, 40)
@@ -116,6 +118,7 @@ def test_opsets(opset):
         torch.testing.assert_close(run(model, x)[0], converted(x), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.compiled
 def test_weights_that_are_quantized_at_each_call():
     x = torch.randn(4, 40)
     converted = convert(nn.Linear(40, 8), (x,), "mxfp4", fold=False)
@@ -123,6 +126,7 @@ def test_weights_that_are_quantized_at_each_call():
         torch.testing.assert_close(run(plain(converted, x).model_proto, x)[0], converted(x), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.compiled
 def test_export_onnx_writes_the_same_nodes(tmp_path):
     x = torch.randn(4, 40)
     converted = convert(nn.Linear(40, 8), (x,), "mxfp4")

@@ -47,6 +47,7 @@ def adversarial(shape):
     return torch.cat([random_values(shape, torch.float32, kind) for kind in range(5)])
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize(("element", "mode"), NATIVE_MODES)
 @pytest.mark.parametrize(("shape", "axis"), SHAPES)
 def test_activations(element, mode, shape, axis):
@@ -60,6 +61,7 @@ def test_activations(element, mode, shape, axis):
     assert same(evaluated(model, x=x.numpy()), want)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("element", NATIVE)
 @pytest.mark.parametrize(("shape", "axis"), SHAPES)
@@ -213,6 +215,7 @@ def test_scales_with_a_significand(name, static):
     assert same(evaluated(model, x=x.numpy()), q[:, None] * values)
 
 
+@pytest.mark.compiled
 @pytest.mark.slow_except("nvfp4")
 @pytest.mark.parametrize("name", ["nvfp4", "fp8_e4m3{16x32}(f32)"])
 def test_an_exported_program_with_scales_of_a_significand(name, tmp_path):

@@ -71,6 +71,7 @@ def test_steps_that_are_too_long_are_not_kept():
     assert torch.equal(prepared(x)["out"], expected)
 
 
+@pytest.mark.compiled
 def test_batches_that_another_model_computed():
     """Their gradients would run through that model at each step."""
     exported, batches, x = net()
@@ -93,6 +94,7 @@ def test_two_runs_give_the_same_bits_and_seeds_do_not():
     assert all(model.training for model in models)
 
 
+@pytest.mark.compiled
 def test_a_loss_and_a_function_of_the_users():
     exported, batches, x = net()
     prepared = prepared_of(exported, batches)
@@ -108,6 +110,7 @@ def test_a_loss_and_a_function_of_the_users():
     assert cosine(prepared(x), program(x)).item() < 0.9 * before
 
 
+@pytest.mark.compiled
 def test_logits_by_the_divergence_of_their_classes():
     """The other loss would not take a shift of all logits for equal."""
     exported, batches, x = net()
@@ -172,6 +175,7 @@ def slices_of(graph):
     return [anchor, *(pt2mx.prepare_qat_pt2e(graph, q, anchor=anchor) for q in (SIX, QUANTIZER))]
 
 
+@pytest.mark.compiled
 def test_slices_are_trained_together():
     exported, batches, x = net()
     saved = {name: tensor.clone() for name, tensor in exported.state_dict().items()}

@@ -101,6 +101,7 @@ def test_the_float_program_computes_the_same(family, rotated_together):
     assert len(rotated_together) == 1 + FOLDABLE[family]
 
 
+@pytest.mark.compiled
 def test_what_each_weight_becomes():
     graph, batch = graph_and_batch("llama")
     before = dict(graph.named_parameters())
@@ -121,6 +122,7 @@ def test_what_each_weight_becomes():
     assert torch.equal(after["model.lm_head.weight"], hadamard(head, 8, -1))
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("family", of_families(REFUSED))
 def test_residual_streams_that_no_rotation_of_weights_allows(family):
     graph, _ = graph_and_batch(family)
@@ -173,6 +175,7 @@ def exported(**fields):
     return torch.export.export(Tiny(**fields).eval(), (IDS,)).module()
 
 
+@pytest.mark.compiled_cases("fields1-*", "fields2-*", "fields5-*")
 @pytest.mark.parametrize(
     ("fields", "size"),
     [

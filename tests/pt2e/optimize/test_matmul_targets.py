@@ -28,6 +28,7 @@ class SortedExperts(GatheredExperts):
         return nn.functional.grouped_mm(y, self.down, offs=ends)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("activation", [None, "mxfp8"])
 @pytest.mark.parametrize("experts", [GatheredExperts, SortedExperts])
 def test_experts(experts, activation):

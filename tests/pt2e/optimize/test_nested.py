@@ -33,6 +33,7 @@ def converted(model, recipe):
     return pt2mx.convert_pt2e(pt2mx.prepare_pt2e(model, recipe))
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("anchor", ["mxint8", "mxfp8"])
 @pytest.mark.parametrize("preset", ["fast", "balanced"])
 def test_slices_are_those_of_the_narrow_recipe(anchor, preset):

@@ -104,7 +104,7 @@ def test_an_input_that_is_the_bias_too():
     torch.testing.assert_close(graph(x), model(x), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.compiled_except("mxfp8")
+@pytest.mark.compiled
 @pytest.mark.parametrize("activation", [None, "mxfp8"])
 def test_rotated_models_keep_the_packed_matmuls(activation, compiler):
     torch.manual_seed(0)

@@ -1,3 +1,4 @@
+import pytest
 import torch
 from torch import nn
 
@@ -58,6 +59,7 @@ def test_repeated_modules_and_the_segments_between_them():
     assert all(torch.equal(a, b) for a, b in zip(run(graph, ids), graph(ids), strict=True))
 
 
+@pytest.mark.compiled
 def test_strict_export_and_dynamic_shapes():
     torch.manual_seed(0)
     ids = torch.randint(0, 10, (4, 8))

@@ -71,6 +71,7 @@ def test_the_float_model_stays_to_the_bit(dtype):
     torch.testing.assert_close(optimized(x), graph(x), rtol=0 if dtype == torch.bfloat16 else 1e-6, atol=1e-6)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "scale", "smoothed"),

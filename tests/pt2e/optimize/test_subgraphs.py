@@ -26,6 +26,7 @@ def error(model, quantizer, x, want):
     return float((converted - want).square().sum() / want.square().sum())
 
 
+@pytest.mark.compiled_cases("WhileLoop", "Autocast")
 @pytest.mark.slow_cases("Nested", "Scan", "Map")
 @pytest.mark.parametrize("kind", MODELS)
 def test_outputs_come_nearer(kind):

@@ -208,6 +208,7 @@ def a_row_less(size):
     return lambda x, scale: Patches()(x, scale)[: -1 if len(x) == 49 * size else None]
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 12, 48, 49, 50, 90])
 @pytest.mark.parametrize("factor", [1, 49])
 def test_a_lost_row_is_found(size, factor):

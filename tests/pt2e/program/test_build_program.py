@@ -24,6 +24,7 @@ class TiedNet(nn.Module):
         return self.head(x) + torch.tensor([0.5]), x[:1] + offsets[:, None, None].float().sum()
 
 
+@pytest.mark.compiled_except("mxfp4_weight_only")
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp4_weight_only"])
 def test_the_program_of_a_graph_is_that_of_an_export(recipe, tmp_path):
     torch.manual_seed(0)

@@ -55,6 +55,7 @@ class Wrapped(nn.Module):
         return y if isinstance(y, torch.Tensor) else y[0]
 
 
+@pytest.mark.compiled_except("linear", "conv2d", "conv_transpose1d", "embedding_bag", "gru", "lstm_cell")
 @pytest.mark.filterwarnings("ignore:The tensor attributes self.layer._flat_weights")
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 @pytest.mark.parametrize("name", LAYERS)
@@ -254,6 +255,7 @@ def test_repr_and_missing_attributes_of_a_quantized_layer():
         _ = converted.weight
 
 
+@pytest.mark.compiled
 def test_converted_modules_can_be_saved_moved_and_exported():
     x = torch.randn(2, 3, 16)
     _, prepared = prepared_net()

@@ -39,6 +39,7 @@ def calls(model):
     return [node.op for node in model.graph.nodes if node.op == "call_module"]
 
 
+@pytest.mark.compiled
 @pytest.mark.slow_except("symbolic_trace")
 @pytest.mark.parametrize("trace", [torch.fx.symbolic_trace, lambda model: model])
 def test_the_flow_of_exported_graphs(trace):

@@ -83,6 +83,7 @@ def reasons(model, x, quantizer):
     return [(o.operator, o.quantized, o.reason) for o in report.operators]
 
 
+@pytest.mark.compiled_except("features0")
 @pytest.mark.slow_except("features0", "features3")
 @pytest.mark.parametrize("features", [Fourier(), Fourier(3), Fourier(parameter=True), Einsum(), Functional()])
 def test_the_constant_matrix_of_fourier_features_is_excluded_unless_a_setting_names_it(features):

@@ -234,6 +234,7 @@ def test_flex_attention(inside, quantize):
         assert torch.equal(converted(*inputs), prepared)
 
 
+@pytest.mark.compiled_cases("*batched1", "*batched4", "*batched0")
 @pytest.mark.parametrize(
     ("function", "input_shapes", "parameter_shapes", "batched"),
     [

@@ -79,6 +79,7 @@ def test_a_shipped_recipe_written_again_says_the_same(name, tmp_path):
     assert MXQuantizer.from_recipe(tmp_path / "r.yaml").to_dict() == quantizer.to_dict()
 
 
+@pytest.mark.compiled_cases("*_smallest", "*_balanced", "*_best")
 @pytest.mark.filterwarnings("ignore:the setting .* matches no operator of the model")  # such as a head
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_shipped_recipe_converts_to_the_bit(name):

@@ -69,6 +69,7 @@ def test_object_types_are_modules_and_operators(object_type, positions):
     assert quantized(quantizer, "fp4") == positions
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize(
     ("module", "object_type", "index", "positions"),

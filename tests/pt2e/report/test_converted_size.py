@@ -103,6 +103,16 @@ def facts(report):
     return operands, [(o.name, o.operator, o.notes) for o in report.operators]
 
 
+@pytest.mark.compiled_except(
+    "branches-False",
+    "dead_dropout-True",
+    "dead_in_subgraph-False",
+    "dead_rrelu-True",
+    "dead_layer-False",
+    "cast_in_autocast-False",
+    "product_of_parameters-False",
+    "shared-True",
+)
 @pytest.mark.filterwarnings("ignore:the exported model runs .* in training mode")
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("forward", MODELS)

@@ -29,6 +29,7 @@ def by_hand(exported, name):
     return pt2mx.convert_pt2e(prepared)
 
 
+@pytest.mark.compiled
 def test_numbers_are_those_of_the_flow(net):
     exported, batches = net
     actual = compare_recipes(exported, batches[1:], ["mxfp4", "mxfp8"], metric="kl")

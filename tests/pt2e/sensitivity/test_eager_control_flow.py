@@ -6,6 +6,7 @@ from pt2mx.pt2e.sensitivity import estimate
 from tests.subgraph_models import MODELS, Cond, X
 
 
+@pytest.mark.compiled_cases("WhileLoop", "NoGrad")
 @pytest.mark.slow_cases("Nested", "Scan", "Map")
 @pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
 def test_estimates_inside_of_graphs(make):

@@ -187,6 +187,7 @@ def test_operators_with_several_outputs_and_inputs_that_are_written():
         assert 0.6 < row.estimate / row.alone < 1.6, row
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("metric", ["kl", "cosine", "noise"])
 @pytest.mark.parametrize("shape", [(), (8,), (4, 8), (2, 2, 8)])
 def test_outputs_of_any_shape(metric, shape):

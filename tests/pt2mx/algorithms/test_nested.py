@@ -19,6 +19,7 @@ def specs(narrow, anchor, axis=-1):
     return pt2mx.parse(narrow).replace(axis=axis % 2, scale_mode="even"), pt2mx.parse(anchor).replace(axis=axis % 2)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("narrow", NARROW)
 @pytest.mark.parametrize("anchor", ANCHORS)
 def test_bounds_are_those_of_the_definition(narrow, anchor):

@@ -20,6 +20,7 @@ def same(got, want):
     return got.dtype == want.dtype and got.shape == want.shape and np.asarray(got).tobytes() == want.tobytes()
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16, jnp.bfloat16])
 @pytest.mark.parametrize("name", MX_FORMATS)
 def test_same_bits_as_numpy_with_and_without_jit(name, dtype):
@@ -54,6 +55,7 @@ def test_other_scales_and_modes():
         assert same(mx_quantize(x, spec), want) and same(jax.jit(lambda x, spec=spec: mx_quantize(x, spec))(x), want)
 
 
+@pytest.mark.compiled_except("jit")
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit])
 def test_vmap_keeps_the_axis(transform):
     x = sample(2, 3, 40, 5)
@@ -76,6 +78,7 @@ def test_vmap_over_scalars_shares_no_scale():
     assert (want != 0).all()
 
 
+@pytest.mark.compiled_except("jit")
 @pytest.mark.parametrize("transform", [lambda f: f, jax.jit])
 def test_derivatives_are_straight_through(transform):
     x, weight = sample(4, 40), sample(40, 3)
@@ -154,6 +157,7 @@ def test_equal_calls_are_compiled_once():
     assert len(traces) == 1
 
 
+@pytest.mark.compiled
 def test_stochastic_rounding():
     x = sample(4, 40)
 

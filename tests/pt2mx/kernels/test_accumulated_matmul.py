@@ -52,6 +52,7 @@ def hopper(x, other, bits, group, promotion, least=(-math.inf, -math.inf)):
     return total.item()
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("text", ["hopper", "hopper(14)", "hopper{32,row}", "hopper(5){8,24}"])
 @pytest.mark.parametrize("spec", ["mxfp8", "mxfp8_e5m2", "mxfp4"])
 def test_hopper_is_the_published_model_of_the_hardware(text, spec):
@@ -76,6 +77,7 @@ def recorded(case):
     return x.view(dtypes[case.split(".")[1]]).float(), other.view(torch.float8_e4m3fn).float()
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("result", ORDERS)
 @pytest.mark.parametrize("case", CASES)
 def test_a_gpu_gave_these_values(case, result):
@@ -85,6 +87,7 @@ def test_a_gpu_gave_these_values(case, result):
     assert equal.sum() >= (63 if case == "subnormal.e5m2.128" else 64)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("result", ORDERS)
 @pytest.mark.parametrize("case", [case for case in CASES if not case.endswith(".512")])
 def test_a_gpu_aligns_subnormals_like_the_smallest_normal(case, result):

@@ -52,6 +52,7 @@ def exactly(x: float, exponent_bits: int, mantissa_bits: int, round: str, subnor
     return math.copysign(math.inf if magnitude > largest else float(magnitude), x)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("subnormals", [True, False])
 @pytest.mark.parametrize("round", ["nearest", "floor", "even"])
 @pytest.mark.parametrize(

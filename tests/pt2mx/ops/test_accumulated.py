@@ -86,6 +86,7 @@ def test_opcheck():
     torch.library.opcheck(ops.matmul_accumulated.default, (x, other, bias, "bfloat16"))
 
 
+@pytest.mark.compiled
 def test_compiled_code_gives_the_same_bits():
     x, weight, bias = torch.randn(3, 70), torch.randn(8, 70), torch.randn(8)
     compiled = torch.compile(lambda *args: ops.linear_accumulated(*args, "hopper").relu(), fullgraph=True)

@@ -86,6 +86,7 @@ def test_threads_do_not_change_bits():
     assert all(map(torch.equal, *results))
 
 
+@pytest.mark.compiled
 def test_opcheck():
     x = torch.randn(3, 5, 64, requires_grad=True)
     weight = torch.randn(64, requires_grad=True)

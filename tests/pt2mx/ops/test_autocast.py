@@ -61,6 +61,7 @@ def check(run, converted, x, dtype):
     assert relative_error(got, want) < 8 * torch.finfo(dtype).eps
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ["mxfp8", None])
 @pytest.mark.parametrize("name", MODELS)

@@ -31,6 +31,7 @@ def test_interleave():
     assert gate.flatten().tolist() == list(range(16)) and values.flatten().tolist() == list(range(16, 32))
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("gate", [None, "silu", "gelu_tanh"])
 @pytest.mark.parametrize(("name", "checks"), opchecks(FORMATS))
 def test_a_norm_and_a_gate(name, checks, gate):
@@ -181,6 +182,7 @@ def test_strides_of_attention_on_the_cpu():
         torch.testing.assert_close(got, F.scaled_dot_product_attention(query, keys, values, mask))
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize(("name", "block", "scale_format"), [("fp6_e2m3", 32, None), ("fp4_e2m1", 16, "e4m3")])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_attention_over_codes(dtype, name, block, scale_format):

@@ -32,6 +32,7 @@ def test_is_the_product_with_the_matrix(size):
     assert moved.is_contiguous() and torch.equal(moved, hadamard(x, size, -1).permute(2, 0, 1))
 
 
+@pytest.mark.compiled
 @pytest.mark.slow_except("dtype1")
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
 def test_opcheck(dtype):
@@ -95,6 +96,7 @@ def test_bad_input(x, size, axis, message):
         hadamard(x, size, axis)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(3, 5, 96), (1, 2048), (300, 96), (7, 4160), (64,), (0, 32)])
 def test_quantized_is_one_after_the_other(shape, dtype):
@@ -127,6 +129,7 @@ def test_quantized_threads_do_not_change_bits():
     assert torch.equal(*results)
 
 
+@pytest.mark.compiled
 def test_quantized_opcheck_and_gradient():
     x = torch.randn(2, 64, requires_grad=True)
     opcheck(rotated_fake_quantize_mx, (x, 4, "fp4_e2m1", 32, "floor", "even"))

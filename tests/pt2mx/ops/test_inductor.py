@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("compiler")
 _SLOW = {"fp8_e4m3", "fp6_e2m3"}
 
 
-@pytest.mark.compiled_cases("fp8_e5m2-False", "fp6_e3m2-False", "int8-False")
+@pytest.mark.compiled
 @pytest.mark.parametrize(
     ("name", "dynamic"),
     [

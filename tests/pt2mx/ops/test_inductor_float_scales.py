@@ -63,9 +63,9 @@ def test_packages(name, tmp_path):
             assert same(a, b), rows
 
 
+@pytest.mark.compiled
 @pytest.mark.slow_except("nvfp4", "int8{32}(f16)", "fp8_e4m3{16x32}(f32)")
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.compiled_except("nvfp4")
 def test_portable(name):
     x = values()
     program = torch.export.export(FloatScaleOperators(name), (x,))

@@ -13,6 +13,7 @@ from pt2mx.ops.linear import linear_mx_mma_layout
 from tests.operators import opchecks
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("name", "checks"), opchecks([*FORMATS, "fp8_e3m4", "int8_full"]))
 def test_product(name, checks, bias):

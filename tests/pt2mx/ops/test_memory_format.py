@@ -60,6 +60,7 @@ def check(x, name, axis, rounding="even"):
         assert (got.shape, got.stride(), got.dtype) == (told.shape, told.stride(), told.dtype), context
 
 
+@pytest.mark.compiled
 @pytest.mark.slow_except("fp6_e2m3")
 @pytest.mark.parametrize("name", NAMES)
 def test_every_order(name):

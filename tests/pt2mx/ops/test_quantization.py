@@ -8,6 +8,7 @@ from pt2mx import FORMATS, MXError, dequantize_mx, fake_quantize_mx, ops, quanti
 from tests.operators import opchecks
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("axis", [0, -1])
 @pytest.mark.parametrize(("name", "checks"), opchecks(FORMATS))
 def test_opcheck(name, checks, axis):

@@ -34,6 +34,7 @@ def arguments(
     return [x, data, scale, torch.randn(n).to(product), name, 32, *moves, product, added, *epilogue]
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("residual", [None, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["int8", "fp8_e4m3", "fp4_e2m1", "fp6_e3m2"])
@@ -66,6 +67,7 @@ def test_values_of_the_definition():
     assert torch.equal(quantized, pt2mx.fake_quantize_mx(activated, MXSpec("fp8_e4m3", 32)))
 
 
+@pytest.mark.compiled
 def test_opcheck():
     args = arguments(residual=torch.float32)
     for place in (0, 3, 10):

@@ -179,6 +179,7 @@ def test_linear_layers():
         torch.testing.assert_close(y.float(), x @ dense[0].T + bias, rtol=0.05, atol=0.3)
 
 
+@pytest.mark.compiled_except("e4m3_f32")
 @pytest.mark.parametrize("scale_format", ["e4m3_f32", "e4m3_f32_divisor"])
 def test_a_tensor_scale_of_each_matrix(scale_format):
     """The bits equal the bits of each matrix alone, also with the experts inside in memory, and compiled."""

@@ -23,6 +23,7 @@ MATMULS = {
 }
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("matmul", MATMULS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("inference", [False, True])
@@ -148,6 +149,7 @@ VIEWS = {
 }
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("inference", [False, True])
 def test_views_move_whole_blocks(view, inference):

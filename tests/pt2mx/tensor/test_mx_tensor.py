@@ -19,6 +19,7 @@ ELEMENTS = ["fp8_e4m3", "fp8_e5m2", "fp6_e3m2", "fp6_e2m3", "fp4_e2m1", "int8", 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("elem", ELEMENTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("shape", "axis"), [((3, 100), -1), ((33, 4), 0), ((2, 37, 3), 1), ((5,), 0)])
@@ -296,6 +297,7 @@ def test_compiled_quantization_with_a_tensor_scale(compiler):
     torch.testing.assert_close(compiled(x, w), function(x, w))
 
 
+@pytest.mark.compiled
 def test_compiled_with_tensors_that_come_and_go(compiler):
     def function(x):
         return x.transpose(0, 1).reshape(-1, 64)[2:10].unsqueeze(0), x.to_dtype() * 2

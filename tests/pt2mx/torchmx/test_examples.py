@@ -61,6 +61,7 @@ def by_tensor(model, weight, activation):
     )
 
 
+@pytest.mark.compiled_except("by_module")
 @pytest.mark.parametrize("quantize", [by_module, by_tensor])
 def test_linear_model_atenir_graph(quantize, compiler):
     torch.manual_seed(1)

@@ -85,6 +85,7 @@ def test_the_matmuls_are_those_of_mx_tensors():
     assert torch.equal(out, torch.matmul(expected, value).transpose(1, 2))
 
 
+@pytest.mark.diagonal
 @KINDS
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_every_layer_has_its_format(kind, dtype):

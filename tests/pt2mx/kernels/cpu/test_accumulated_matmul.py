@@ -27,6 +27,7 @@ VALUES = {
 }
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("values", VALUES)
 @pytest.mark.parametrize("accumulator", ACCUMULATORS)
 def test_bits(accumulator, values):

@@ -22,6 +22,7 @@ cpu = ByArguments(activations)
 LAYOUTS = (((7, 96), 32), ((3, 160), 64), ((5, 9), 32), ((5, 100), 32), ((4, 20), 4), ((3, 70), 48), ((2, 40), 10**6))
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("activation", ["none", "relu"])
 @pytest.mark.parametrize("name", NARROW)
 def test_every_element(name, activation):

@@ -140,6 +140,7 @@ def test_attention_in_bfloat16(unit, heads, key_heads, queries, keys, width, val
     assert torch.equal(kernels.attention(query, key, value, None, causal, None, torch.bfloat16), got)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", FORMATS)
 def test_quantized_results_are_those_of_two_steps(unit, name, dtype):
@@ -161,6 +162,7 @@ def test_quantized_results_are_those_of_two_steps(unit, name, dtype):
         assert kernels.attention(query, key, value, None, False, None, dtype, spec, dtype) is None
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("shape", [(2, 3, 40, 1100), (1, 1, 40, 1100), (2, 1, 1, 1100), (1, 3, 40, 1)])
 @pytest.mark.parametrize("added", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

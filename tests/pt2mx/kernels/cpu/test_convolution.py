@@ -65,6 +65,7 @@ def check(x, weight, conv_args, bias=None, dtype=torch.float32, bound=1.1):
     return got
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("kernel_case", KERNELS)
 @pytest.mark.parametrize("name", ["int8", "fp8_e4m3", "fp6_e2m3"])
 def test_kernels(isa, kernel_case, name):
@@ -74,6 +75,7 @@ def test_kernels(isa, kernel_case, name):
         check(quantized((batch, *size, channels), name), weight, conv_args, bias)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("channels", [1, 3, 8, 21, 23])
 @pytest.mark.parametrize("name", ["int8", "fp8_e5m2", "fp4_e2m1"])
 def test_few_channels(isa, name, channels):
@@ -113,6 +115,7 @@ def test_an_image_s_bits_do_not_depend_on_other_images(isa, name, channels):
             assert torch.equal(alone, together[first:last])
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("block", [32, 64, 2**20])
 @pytest.mark.parametrize("name", FORMATS)
 def test_formats(isa, name, block):
@@ -122,6 +125,7 @@ def test_formats(isa, name, block):
         check(x, weight, ((1, 1), (1, 1), (1, 1)), torch.randn(33).bfloat16(), torch.bfloat16)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("name", ["int8", "fp8_e4m3"])
 def test_many_channels_and_many_images(isa, name):
     conv_args = ((1, 1), (1, 1), (1, 1))

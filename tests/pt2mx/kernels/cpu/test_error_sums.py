@@ -50,6 +50,7 @@ def test_every_format_and_rounding(name):
         check(values(20, 75), MXSpec(name, 32, rounding=rounding))
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_shape_axis_and_dtype(shape, dtype):

@@ -47,6 +47,7 @@ def test_every_element(name):
         check_cpu(x, spec, i, DTYPES[i % 3], scale_of_tensor(x, spec))
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("scale_format", FLOAT_SCALES)
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_code_with_every_scale(name, scale_format):

@@ -35,6 +35,7 @@ def operands(rows, n, k, name, block=32):
     return x, data, scale, spec, reference.dequantize(data, scale, spec, torch.float32, k)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize(("rows", "n", "k", "block"), [(65, 37, 64, 32), (300, 130, 1100, 64), (97, 33, 333, 32)])
 @pytest.mark.parametrize("name", FORMATS)
 def test_no_less_exact_than_a_float_matmul(isa, name, rows, n, k, block):
@@ -145,6 +146,7 @@ def test_every_code_with_every_scale(isa, name, block):
         assert torch.equal(got, weight.T)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("k", [2080, 4128, 5000])
 def test_long_rows_are_summed_exactly(isa, k):
     """Sums of small integers are exact in any order, so parts of K give the bits of the definition."""

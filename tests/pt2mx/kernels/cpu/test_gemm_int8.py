@@ -73,6 +73,7 @@ def test_a_block_is_exact(dense_calls, name, of_x):
     assert not dense_calls or not has_int8()
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("name", ["int8", "fp4_e2m1", "fp6_e2m3"])
 @pytest.mark.parametrize(
     ("rows", "n", "k", "block"),

@@ -30,6 +30,7 @@ def check(
         assert_same(actual, expected, (spec, columns.shape))
 
 
+@pytest.mark.compiled_cases("fp5_e2*", "fp5_e3*", "fp7_*", "int5*", "int7*")
 @pytest.mark.parametrize("name", [*NARROW, "int4", "fp5_e1m3", "fp4_e3m0"])
 def test_every_format_and_rounding(name):
     for rounding in (name for name, rounding in ROUNDINGS.items() if not rounding.random):

@@ -17,6 +17,7 @@ SHAPES = [
 ]  # fmt: skip
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("shape", "axis"), SHAPES)
 def test_every_size(shape, axis, dtype):

@@ -48,6 +48,7 @@ def test_every_element(name):
             check(torch.randn(rows, k).to(dtype), data, scale, spec, torch.randn(37).to(dtype) if j % 2 else None)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FORMATS)
 def test_long_rows(name, dtype):
@@ -115,6 +116,7 @@ def test_rows_of_x_have_the_same_bits_alone(name, dtype, without_tiles):
             assert torch.equal(alone, together[32])
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("rows", [1, 3, 5, 20])
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_code_with_every_scale(name, rows):

@@ -66,6 +66,7 @@ def test_without_matrix_registers(rows, monkeypatch):
     check(torch.randn(rows, 133).bfloat16(), NVFP4, 37)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("rows", [1, 3, 5, 20])
 @pytest.mark.parametrize("scale_format", ["e4m3", "e4m3_f32", "e5m3"])
 @pytest.mark.parametrize("name", FORMATS)

@@ -100,6 +100,7 @@ def test_elements_that_are_integers():
     assert all((cpu_linear.SDOT in available(name)) == has_dotprod() for name in NAMES)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("of_x", ["int8", "fp4_e2m1", "fp6_e2m3"])
 def test_same_bits_as_exact_sums(name, of_x, with_isa):
@@ -177,6 +178,7 @@ def test_extreme_scales(byte, rows, with_isa):
             assert torch.equal(y.view(torch.int32), other.view(torch.int32)), (byte, power)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 9])
 @pytest.mark.parametrize("name", NAMES)
 def test_reads_nothing_past_a_tensor(name, rows, with_isa, before_guard_page):

@@ -26,6 +26,7 @@ from tests.oracle import NARROW
 from tests.random_values import random_values
 
 
+@pytest.mark.compiled_cases("fp5_*", "fp7_*", "int5*", "int7*", "fp?_e1m?", "int3*", "int6*", "fp8_e6m1", "fp4_e3m0")
 @pytest.mark.parametrize("name", NARROW)
 def test_every_mode(name):
     """Blocks of 4 and of 32, ragged, along either axis; all of them where the specification's formats round to even."""
@@ -71,6 +72,7 @@ def test_shapes_axes_and_blocks():
         check_cpu(x, spec)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("shape, axis", [((3, 9000), 1), ((9000, 3), 0), ((2, 300, 70), 1), ((2, 70, 1100), 1)])
 @pytest.mark.parametrize("block", [1, 5, 32, 3000, 10**9])
 def test_tensors_of_several_tiles(shape, axis, block):
@@ -101,6 +103,7 @@ def test_not_finite_blocks():
             check_cpu(x.to(dtype).T, MXSpec(name, 32, 0, "floor", rounding), target=dtype)
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("rounding", ["even", "stochastic"])
 @pytest.mark.parametrize("axis", [0, 1])
 def test_threads_do_not_change_bits(axis, rounding):

@@ -42,6 +42,7 @@ def check(x, weight, bias, product_dtype, activation, quantization, dtype):
     return got
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("product_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["int8", "fp6_e2m3", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1", "fp6_e3m2"])
 def test_two_steps_to_the_bit(isa, name, product_dtype):

@@ -17,6 +17,7 @@ def weight(n, k):
     return w
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("block_size", [32, 64])
 @pytest.mark.parametrize("shape", [(1, 8), (16, 128), (40, 200), (33, 520), (4100, 32)])
 @pytest.mark.parametrize("name", FRAGMENTS)
@@ -54,6 +55,7 @@ def test_every_code_survives(name):
 TIMES_E4M3 = [name for name in FRAGMENTS if ELEMENTS[name].mantissa_bits <= 3]
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("scale_format", ["e4m3", "e5m3", "f32"])
 @pytest.mark.parametrize("name", TIMES_E4M3)
 def test_every_code_with_every_scale(name, scale_format):

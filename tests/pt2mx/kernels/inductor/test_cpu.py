@@ -55,6 +55,7 @@ def blocks_of_every_kind():
     return torch.cat((EVERY_BF16.view(-1, 32), random, random * 2.0**-23, patterns, ties, zeros))
 
 
+@pytest.mark.diagonal
 @pytest.mark.parametrize("scale_mode", SCALE_MODES)
 @pytest.mark.parametrize("axis", [0, 1])
 def test_quantization_of_every_kind_of_block(scale_mode, axis):

@@ -2,6 +2,7 @@
 
 import re
 
+import pytest
 import torch
 from torch import Tensor
 from torch._inductor.utils import run_and_get_code
@@ -47,6 +48,7 @@ def test_layers_of_one_shape_share_a_prepared_call():
     assert code.count(f"{name}(") == 3
 
 
+@pytest.mark.compiled
 def test_views_are_made_contiguous():
     weight = weight_of(32, 64)
     views = (lambda x: x.mT), (lambda x: x[0].mT[:1].expand(2, 64)), (lambda x: x.reshape(-1)[3:131].view(2, 64))
@@ -74,6 +76,7 @@ def test_calls_that_stay_operators():
         assert PREPARED not in code and OPERATOR in code
 
 
+@pytest.mark.compiled
 def test_a_step_of_attention_over_codes():
     """Quantized activations, attention and its matmul; the mask is a view with strides of its own."""
     cache = [t for _ in range(2) for t in reversed(quantized(torch.randn(1, 2, 16, 32)))]
@@ -90,6 +93,7 @@ def test_a_step_of_attention_over_codes():
     assert all(f" = Prepared{kind}(" in code for kind in ("Activation", "Attention", "Linear"))
 
 
+@pytest.mark.compiled
 def test_any_number_of_slots():
     """Caches of several lengths share a program, whose calls stay prepared."""
     query = torch.randn(2, 4, 1, 64)

@@ -100,6 +100,7 @@ def in_two_graphs(x: Tensor) -> Tensor:
     return y + 1
 
 
+@pytest.mark.compiled_cases("has_a_loop-*", "reads_a_value-*", "has_a_condition-*")
 @pytest.mark.parametrize(
     ("function", "options"),
     [
@@ -112,7 +113,6 @@ def in_two_graphs(x: Tensor) -> Tensor:
         (lambda x: x.view(2, -1), {}),
     ],
 )
-@pytest.mark.compiled_cases("has_a_loop-*", "reads_a_value-*")
 def test_programs_that_are_not_recorded(function, options):
     x, program = torch.randn(2, 8), compiled(function, **options)
     with torch._dynamo.config.patch(capture_scalar_outputs=True):
@@ -139,6 +139,7 @@ def test_code_that_is_not_straight():
     assert _is_generated(MethodType(straight, Runner()))
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("kind", [NameError, AttributeError])
 def test_a_fault_of_an_operator_is_raised(kind):
     runs = []
@@ -207,6 +208,7 @@ def test_a_program_is_recorded_until_it_replays():
     assert torch.equal(other(), other()) and not other.is_recorded and len(runs) == 5
 
 
+@pytest.mark.compiled
 def test_a_weight_in_other_memory():
     x, weight = torch.randn(8, 64), torch.nn.Parameter(torch.randn(64))
     program = compiled(lambda x: x * weight + 1)
@@ -218,6 +220,7 @@ def test_a_weight_in_other_memory():
             weight += 1
 
 
+@pytest.mark.compiled
 def test_the_memory_of_inference_mode():
     """Operators may write to it only in that mode."""
     x, table = torch.randn(2, 64), torch.randn(64, 64)
@@ -228,6 +231,7 @@ def test_the_memory_of_inference_mode():
             assert torch.equal(recorded(), (layer(x) @ table).relu()) and recorded.is_recorded
 
 
+@pytest.mark.compiled
 def test_autocast():
     x, table = torch.randn(2, 64), torch.randn(64, 64)
     program = compiled(lambda x: x @ table)
@@ -237,6 +241,7 @@ def test_autocast():
             assert recorded().dtype == (torch.bfloat16 if enabled else torch.float32)
 
 
+@pytest.mark.compiled
 def test_threads_record_at_the_same_time():
     original, results = CompiledFxGraph.__call__, {}
     programs = [torch.compile(lambda x, i=i: layer(x) * i, dynamic=False) for i in range(2)]
