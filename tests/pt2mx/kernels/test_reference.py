@@ -225,6 +225,11 @@ def test_saturation_comes_before_any_cast():
     assert quantize_mx(x, "fp8_e5m2", 2)[1][0, 0].item() == 0x7B
 
 
+def test_the_gradient_stops_beyond_the_largest_value_and_not_at_it():
+    x, spec = torch.tensor([[6.0, -6.0], [7.0, -7.0]]), MXSpec("fp4_e2m1", 2, 1, "floor", "even")
+    assert reference.clip_gradient(torch.ones(2, 2), x, spec).tolist() == [[1.0, 1.0], [0.0, 0.0]]
+
+
 @pytest.mark.parametrize("scale_mode", ["ceil", "rceil", "even", "doubled"])
 def test_top_binade_keeps_its_scale_finite(scale_mode):
     largest = torch.finfo(torch.float32).max
