@@ -41,6 +41,7 @@ from pt2mx.pt2e.flow.packed_weights import packed_weights as packed_weights
 from pt2mx.pt2e.flow.prepare import prepare_pt2e as prepare_pt2e
 from pt2mx.pt2e.flow.prepare import prepare_qat_pt2e as prepare_qat_pt2e
 from pt2mx.pt2e.language.language_model import LanguageModel as LanguageModel
+from pt2mx.pt2e.language.lessons import generate_lessons as generate_lessons
 from pt2mx.pt2e.language.quantize import quantize_language_model as quantize_language_model
 from pt2mx.pt2e.language.slice import slice_language_model as slice_language_model
 from pt2mx.pt2e.lora.add import add_lora as add_lora

@@ -111,6 +111,12 @@ _IMPORT = repeated(
 )
 #: how `--distill` trains; the defaults are those of `pt2mx.distill`
 _TRAINING = (
+    argument(
+        "--distill-generated",
+        action="store_true",
+        default=None,
+        help="with --distill: train on what the float model writes from the first 16 tokens of each block of the text",
+    ),
     argument("--distill-epochs", type=int, metavar="N", help="with --distill: passes over the text (default: 1)"),
     argument("--distill-lr", type=float, metavar="RATE", help="with --distill: the highest rate (default: 2e-4)"),
     argument("--distill-decay", choices=DECAYS, help="with --distill: how the rate goes down (default: linear)"),

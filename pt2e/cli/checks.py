@@ -39,14 +39,16 @@ _SIZE = re.compile(r"([1-9]\d{0,4})(?:x([1-9]\d{0,4}))?", re.ASCII)
 #: arguments of `pt2mx.distill`, and the options of `quantize` that give them
 _OF_DISTILL = ("epochs", "lr", "decay", "warmup", "accumulate", "recompute", "compile", "checkpoint")
 TRAINING = tuple(f"distill_{name}" for name in _OF_DISTILL)
+#: all options of `quantize` that --distill needs
+_WITH_DISTILL = (*TRAINING, "distill_generated")
 #: options of `quantize` -> their values that ask for nothing: not for an ONNX file; for a language model alone
 _FOR_TORCH = {
-    **dict.fromkeys(("optimize", "anchor", "distill", *TRAINING, "text_length")),
+    **dict.fromkeys(("optimize", "anchor", "distill", *_WITH_DISTILL, "text_length")),
     **{"compile": False, "tensor_parallel": 1, "device": "cpu"},
 }
 #: kind of `--model` -> its task, where `--for` chooses a recipe
 _TASKS = {"minilm": "encoder", "torchvision": "cnn"}
-_FOR_LANGUAGE_MODELS = {"tensor_parallel": 1, **dict.fromkeys(("distill", *TRAINING, "text_length"))}
+_FOR_LANGUAGE_MODELS = {"tensor_parallel": 1, **dict.fromkeys(("distill", *_WITH_DISTILL, "text_length"))}
 #: a name of the Hub; a few old ones have no owner
 _REPOSITORY = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*")
 #: suffixes of a report
@@ -222,7 +224,7 @@ def _check_quantize(options: argparse.Namespace) -> None:
 
 
 def _check_training(options: argparse.Namespace) -> None:
-    if options.distill is None and (given := [name for name in TRAINING if getattr(options, name) is not None]):
+    if options.distill is None and (given := [name for name in _WITH_DISTILL if getattr(options, name) is not None]):
         raise MXError(f"{option_of(given[0])} says how --distill trains: give --distill a text")
     if options.distill is not None and options.tensor_parallel != 1:
         raise MXError("--distill trains a whole model: leave --tensor-parallel out")

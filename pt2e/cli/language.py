@@ -28,6 +28,7 @@ from pt2mx.pt2e.files.card_metadata import REPORT
 from pt2mx.pt2e.files.user_errors import user_errors
 from pt2mx.pt2e.language import ranks
 from pt2mx.pt2e.language.language_model import LanguageModel
+from pt2mx.pt2e.language.lessons import generate_lessons
 from pt2mx.pt2e.language.quantize import quantize_language_model
 from pt2mx.pt2e.language.signature import example_inputs
 from pt2mx.pt2e.language.tensor_parallel import shard
@@ -85,7 +86,7 @@ def quantize_to_folder(options: argparse.Namespace, quantizer: MXQuantizer) -> R
         training |= {"group": ranks.join_all(), "progress": True}
     if len(contexts) > 1:
         _check_without_values(options, quantizer)
-    stages = 4 + (quantizer.algorithms is not None) + (options.distill is not None)
+    stages = 4 + (quantizer.algorithms is not None) + (options.distill is not None) + bool(options.distill_generated)
     with ranks.only_first_prints(), Progress(1 + stages * len(contexts)) as progress:
         name = options.model.removeprefix("hf:")
         model = load_language_model(name, options.part, options.allow_partial, options.dtype).to(options.device)
@@ -100,6 +101,9 @@ def quantize_to_folder(options: argparse.Namespace, quantizer: MXQuantizer) -> R
         elif len(contexts) == 1:
             texts = _calibration(options.calibration, tokenizer, processor, quantizer)
         lessons = [] if text is None else blocks(text, tokenizer)
+        if options.distill_generated:
+            progress.begin("generate")
+            lessons = list(ranks.of_first(iter(generate_lessons(model, lessons))))
         reports = []
         for context in contexts:
             with context:

@@ -1,14 +1,15 @@
 """Quantization-aware distillation of SmolLM2: its divergence after training over the best without, and what it costs.
 
     python -m tests.benchmarks.distillation [--model smollm2-continued] [--formats W4A8 W4A4] [--windows 8192]
-        [--batch 8] [--accumulate 1] [--rate 4e-4] [--start nearest] [--compile] [--layers 2] [--device cuda]
-    torchrun --nproc-per-node 2 -m tests.benchmarks.distillation --start nearest --device cuda --batch 16
+        [--text generated] [--batch 8] [--accumulate 1] [--rate 4e-4] [--rounding nearest] [--compile] [--layers 2]
+        [--device cuda]
+    torchrun --nproc-per-node 2 -m tests.benchmarks.distillation --rounding nearest --device cuda --batch 16
     python -m tests.benchmarks.distillation --costs [--compile] [--device cuda]
 
 `without` is the KL divergence in nats, on the test text of `peers/`, of the best result without training: `balanced`
-with `GPTQ(correction=0.25)`. `trained` is that of the same model after `distill` on docstrings of other packages, and
-`difference` what training changes, window by window, with its 95% interval. Both hold as many bytes. Under torchrun
-all ranks train together.
+with `GPTQ(correction=0.25)`. `trained` is that of the same model after `distill` on docstrings of other packages, or
+with `--text generated` on what the float model writes from their first tokens. `difference` is what training changes,
+window by window, with its 95% interval. Both hold as many bytes. Under torchrun all ranks train together.
 
 `--costs` times a training step: of the quantized student, and of a float student, with the same teacher and optimizer.
 The two take turns.
@@ -16,6 +17,8 @@ The two take turns.
 
 import argparse
 import copy
+import itertools
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -37,7 +40,10 @@ from tests.benchmarks.measure import Row, medians_in_turns, report, timed
 from tests.benchmarks.peers.figures import difference_text, mean, mean_text
 from tests.benchmarks.peers.models import MODELS, Model
 
+DOCSTRINGS, GENERATED = "docstrings", "generated"
 BEST, NEAREST = "balanced, corrected", "nearest"
+#: windows of docstrings that the float model goes on from, and from how many of their first tokens: in turn
+PROMPTED, PROMPTS = 8192, (16, 4, 16, 8, 32, 12)
 #: the steps until the highest rate is reached
 WARM_UP = 20
 
@@ -45,7 +51,7 @@ WARM_UP = 20
 class Subject:
     """A model on a device: exported, with the inputs of `peers/` and text to train on."""
 
-    def __init__(self, name: str, windows: int, layers: int | None, device: str) -> None:
+    def __init__(self, name: str, windows: int, text: str, layers: int | None, device: str) -> None:
         self.model: Model = MODELS[name]
         net, tokenizer = self.model.load(layers)
         seen, _, test = self.model.inputs(tokenizer)
@@ -53,8 +59,11 @@ class Subject:
         exported = torch.export.export(self.model.wrap(net), (seen[:2],), dynamic_shapes=shapes).module()
         self.exported = move_to_device(exported, device).requires_grad_()
         self.seen, self.test = seen.to(device), test.to(device).split(1)
-        lessons = continued.lessons_of(tokenizer, windows)
-        self.lessons = lessons[torch.randperm(windows, generator=torch.Generator().manual_seed(0))].to(device)
+        count = min(windows, PROMPTED) if text == GENERATED else windows
+        lessons = shuffled(continued.lessons_of(tokenizer, count))
+        if text == GENERATED:
+            lessons = generated(copy.deepcopy(net).to(device, torch.bfloat16), lessons, windows)
+        self.lessons = lessons.to(device)
 
     def optimized(self, name: str, start: str) -> tuple[pt2mx.MXQuantizer, GraphModule]:
         """Return the quantizer of a format, and the model from which training starts."""
@@ -71,11 +80,24 @@ class Subject:
         return self.model.metric.scores(outputs, self.test, references)[self.model.metric.loss]
 
 
+def shuffled(windows: Tensor) -> Tensor:
+    return windows[torch.randperm(len(windows), generator=torch.Generator().manual_seed(0))]
+
+
+def generated(decoder: nn.Module, lessons: Tensor, windows: int) -> Tensor:
+    """Return windows that a decoder writes, each from the first tokens of a lesson."""
+    rounds = itertools.islice(enumerate(itertools.cycle(PROMPTS)), math.ceil(windows / len(lessons)))
+    written = [
+        pt2mx.generate_lessons(decoder, [lessons], prompt=prompt, seed=seed, at_once=4096)[0] for seed, prompt in rounds
+    ]
+    return shuffled(torch.cat(written))[:windows]
+
+
 def trained(subject: Subject, options: argparse.Namespace, group: dist.ProcessGroup | None) -> Iterator[Row]:
     """Yield a row for each format."""
     for name in options.formats:
         start = time.perf_counter()
-        quantizer, optimized = subject.optimized(name, options.start)
+        quantizer, optimized = subject.optimized(name, options.rounding)
         before = time.perf_counter() - start
         without = subject.divergences(pt2mx.convert_pt2e(pt2mx.prepare_pt2e(optimized, quantizer)))
         prepared = pt2mx.prepare_qat_pt2e(optimized, quantizer)
@@ -137,8 +159,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=[name for name in MODELS if name.startswith("smollm2")], default="smollm2")
     parser.add_argument("--formats", nargs="+", default=["W4A8", "W4A4"])
-    parser.add_argument("--start", choices=(NEAREST, *PRESETS, *ALGORITHMS), default=BEST, metavar="ROUNDING")
+    parser.add_argument("--rounding", choices=(NEAREST, *PRESETS, *ALGORITHMS), default=BEST, metavar="ROUNDING")
     parser.add_argument("--windows", type=int, default=8192, help="of 256 tokens, to train on")
+    parser.add_argument("--text", choices=(DOCSTRINGS, GENERATED), default=DOCSTRINGS, help="what to train on")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--rate", type=float, default=4e-4)
@@ -155,7 +178,7 @@ def main() -> None:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group()
         group = dist.group.WORLD
-    subject = Subject(options.model, options.windows, options.layers, options.device)
+    subject = Subject(options.model, options.windows, options.text, options.layers, options.device)
     rows = list(costs(subject, options) if options.costs else trained(subject, options, group))
     if group is None or group.rank() == 0:
         report(rows)

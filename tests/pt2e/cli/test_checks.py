@@ -48,6 +48,7 @@ WRONG = {
     "quantize --model hf:a/b --recipe mxfp8 --output o --distill . --distill-warmup -1": "--distill-warmup -1 must "
     "be at least 0",
     "quantize --model hf:a/b --recipe mxfp8 --output o --distill-lr 1": "--distill-lr says how --distill trains",
+    "quantize --model hf:a/b --recipe mxfp8 --output o --distill-generated": "--distill-generated says how --distill",
     "quantize --model hf:a/b --recipe mxfp8 --output o --distill . --tensor-parallel 2": "--distill trains a whole",
     "quantize --model hf:a/b --recipe mxfp8 --output o --distill no": "no file or folder 'no': give a text file",
     "quantize --model none.py:make --recipe mxfp8": "no file 'none.py': give module.py:factory",
