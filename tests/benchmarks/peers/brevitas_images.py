@@ -41,6 +41,8 @@ def quantize(job: Job) -> dict[str, nn.Module]:
     if "algorithm" in job.options:
         ALGORITHMS[job.options["algorithm"]](model=rounded, calib_loader=batches)
     rounded = _quantized(rounded, None, "mxint8", None)
+    if job.options.get("bias_correction"):
+        program.apply_bias_correction(batches, rounded)
     return {name: _with_inputs(rounded, equalized, large, FORMATS[name][1]).eval() for name in FP4}
 
 

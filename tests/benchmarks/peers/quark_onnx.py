@@ -12,6 +12,7 @@ import onnxruntime
 import torch
 from onnxruntime.quantization import CalibrationDataReader
 from quark.onnx import ModelQuantizer, get_library_path
+from quark.onnx.algorithm.finetuning import fast_finetune
 from quark.onnx.quantization.config import algorithm, spec
 from quark.onnx.quantization.config.config import QConfig
 from torch import Tensor, nn
@@ -49,6 +50,7 @@ class _Session(nn.Module):
 
 
 def quantize(job: Job) -> nn.Module:
+    _refuse_to_skip()
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):  # it writes into the current one
         before, after = "float.onnx", "quantized.onnx"
         shapes = ({0: torch.export.Dim("batch")},)
@@ -59,6 +61,16 @@ def quantize(job: Job) -> nn.Module:
         layers = [node.name for node in onnx.load(before).graph.node if weights.intersection(node.input)]
         ModelQuantizer(_config(job, layers)).quantize_model(before, after, _Reader(job.inputs))
         return _Session(after)
+
+
+def _refuse_to_skip() -> None:
+    """Let the algorithms raise the error of a layer that they would leave rounded to nearest, with a warning."""
+    errors: list[str] = []
+
+    def refuse(warning: str) -> None:
+        raise RuntimeError(errors[-1])
+
+    fast_finetune.logger.error, fast_finetune.logger.warning = errors.append, refuse
 
 
 def _config(job: Job, large: list[str]) -> QConfig:

@@ -66,19 +66,22 @@ QUARK: dict[str, Any] = {
     "online rotations + GPTAQ": {**_ONLINE, "gptaq": {}},
     "online rotations + Qronos": {**_ONLINE, "qronos": {}},
 }
-#: options of Brevitas on images
+#: options of Brevitas on images; its best results on MobileNet V2 have GPTQ and corrected biases
 BREVITAS_IMAGES: dict[str, Any] = {
     "nearest": {},
     "GPTQ": {"algorithm": "GPTQ"},
+    "GPTQ + bias correction": {"algorithm": "GPTQ", "bias_correction": True},
     "Qronos": {"algorithm": "Qronos"},
 }
-#: options of Quark on ONNX files: the classes of its algorithms and their arguments
+#: options of Quark on ONNX files: the classes of its algorithms and their arguments; the defaults take hours
 QUARK_ONNX: dict[str, Any] = {
     "nearest": {},
     "bias correction": {"BiasCorrectionConfig": {}},
     "AdaQuant": {"AdaQuantConfig": {}},
-    "AdaQuant, 100 iterations": {"AdaQuantConfig": {"num_iterations": 100}},
-    "AdaRound": {"AdaRoundConfig": {}},
+    "AdaQuant, 16 images": {
+        "AdaQuantConfig": {"batch_size": 2, "num_iterations": 200, "learning_rate": 1e-4, "data_size": 16}
+    },
+    "AdaRound": {"AdaRoundConfig": {"num_iterations": 10, "data_size": 2}},  # enough to reach what it refuses
 }
 NNCF_WEIGHTS = {
     "GPTQ": {"gptq": True},
