@@ -73,7 +73,7 @@ BREVITAS_IMAGES: dict[str, Any] = {
     "GPTQ + bias correction": {"algorithm": "GPTQ", "bias_correction": True},
     "Qronos": {"algorithm": "Qronos"},
 }
-#: options of Quark on ONNX files: the classes of its algorithms and their arguments; the defaults take hours
+#: options of Quark on ONNX files: the classes of its algorithms and their arguments; the defaults take long on a CPU
 QUARK_ONNX: dict[str, Any] = {
     "nearest": {},
     "bias correction": {"BiasCorrectionConfig": {}},
