@@ -71,7 +71,7 @@ def test_dynamic_shapes(converted):
     assert [sum("fake_quantize_mx" in target for target in graph) for graph in own.graphs] == [3]
 
 
-@pytest.mark.compiled_except("<lambda>1")
+@pytest.mark.compiled
 @pytest.mark.parametrize(
     "write",
     [

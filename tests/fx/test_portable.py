@@ -164,6 +164,7 @@ DYNAMIC = {
 }
 
 
+@pytest.mark.compiled
 @pytest.mark.slow_except("product-mxfp8-10")
 @pytest.mark.parametrize("example", [10, 32, 33])
 @pytest.mark.parametrize("recipe", ["mxfp8", "mxfp6", "mxfp4"])
@@ -195,7 +196,7 @@ def test_stochastic_rounding_by_its_seed():
     assert torch.equal(program.module()(x), Rounded()(x))
 
 
-@pytest.mark.compiled_cases("make_portable-fp8_e4m3-*", "without_calls-fp6_e2m3-*")
+@pytest.mark.compiled
 @pytest.mark.parametrize(("dtype", "bias"), [(torch.float32, True), (torch.bfloat16, False)])
 @pytest.mark.parametrize("element", ["fp6_e2m3", "fp8_e4m3"])
 @pytest.mark.parametrize("write_out", [pt2mx.make_portable, without_calls])

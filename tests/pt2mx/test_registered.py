@@ -284,6 +284,7 @@ def test_presets_store_them_as_they_are():
             assert torch.equal(preset.dequantize(data, scale, name, axis=1), preset.fake_quantize(x, name, axis=1))
 
 
+@pytest.mark.compiled
 def test_kernels_that_are_imported_later_do_not_know_them(run_python):
     print_it = """
 pt2mx.register_element("own_8", values=[i / 200 for i in range(200)])

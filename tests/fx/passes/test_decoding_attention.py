@@ -50,6 +50,7 @@ def test_decoders(family):
     assert len(calls(graph, stored)) == (0 if family == "gpt2" else 2)  # cosines and sines
 
 
+@pytest.mark.compiled
 @pytest.mark.slow_except("mxfp8")
 @pytest.mark.parametrize("text", ["mxfp8", "nvfp4", pytest.param("mxfp6", marks=pytest.mark.slow)])
 def test_a_cache_of_codes(text):

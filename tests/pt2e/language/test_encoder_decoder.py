@@ -51,6 +51,7 @@ def test_generate_gives_the_tokens_of_transformers(family, tmp_path):
     assert torch.equal(loaded.generate(**source, **options), model.generate(**source, **options))
 
 
+@pytest.mark.compiled
 @torch.no_grad()
 def test_calls_with_a_cache():
     """The first call reads the source; later ones find it in the cache."""

@@ -66,6 +66,7 @@ def test_converted_equals_prepared():
         assert torch.equal(call(converted), expected)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("family", ["llama", *(pytest.param(n, marks=pytest.mark.slow) for n in ("mamba", "mixtral"))])
 def test_lessons_train_the_weights(family):
     """On the text of the lessons the trained decoder predicts more like the float one, whose weights stay."""

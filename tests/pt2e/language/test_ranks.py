@@ -117,6 +117,7 @@ def test_files_of_a_folder(folders, tmp_path):
         assert ranks.programs_in(tmp_path) == expected
 
 
+@pytest.mark.compiled
 def test_another_number_of_processes(folders, monkeypatch):
     with pytest.raises(MXError, match=r"ranks is 2 and the number of processes 1: start `torchrun --nproc-per-node 2"):
         LanguageModel.from_pretrained(folders("llama") / "ranks")

@@ -153,6 +153,7 @@ def test_padding_changes_nothing_in_recurrent_gemma():
         assert torch.allclose(logits[row, padding:], alone, atol=1e-5)
 
 
+@pytest.mark.compiled
 def test_states_cannot_drop_tokens():
     model = quantized("mamba")
     with torch.no_grad():

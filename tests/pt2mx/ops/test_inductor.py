@@ -111,6 +111,7 @@ def test_every_rounding_of_every_bf16_pattern(scale_mode, roundings):
         assert same(got, want)
 
 
+@pytest.mark.compiled
 def test_every_code_and_scale():
     data = torch.arange(256, dtype=torch.uint8).expand(256, -1).contiguous()
     scale = torch.arange(256, dtype=torch.uint8).unsqueeze(1)
