@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from pt2mx.errors import MXError
+from pt2mx.errors import MXError, check_integer
 from pt2mx.pt2e.language.arguments import check_model, check_texts
 
 if TYPE_CHECKING:
@@ -26,7 +27,8 @@ def generate_lessons(
     """Return text that a language model writes: as many tokens as `texts`, each row from its first tokens on.
 
     Distillation on it needs little text, and asks of the quantized model what the float one says (LLM-QAT, Liu et al.,
-    arXiv:2305.17888). Each token is drawn with the probability that the model gives it.
+    arXiv:2305.17888). Each token is drawn with the probability that the model gives it, without dropout and
+    whatever its `generation_config` says; one that ends a text is never drawn.
 
     Args:
         model: a float decoder of transformers.
@@ -39,8 +41,8 @@ def generate_lessons(
         Tokens of the shapes of `texts`, on the CPU.
 
     Raises:
-        MXError: for a model that does not generate text from tokens, for texts of other tokens than its own, and for
-            `prompt` or `at_once` below 1.
+        MXError: for a model that does not generate text from tokens, for texts of other tokens than its own, for a
+            `seed` that is no integer, and for `prompt` or `at_once` below 1.
 
     Example:
         >>> import torch, transformers
@@ -56,14 +58,30 @@ def generate_lessons(
     if not model.can_generate() or model.main_input_name != "input_ids" or model.config.is_encoder_decoder:
         raise MXError(f"{type(model).__name__} is no decoder of text: give one that writes from tokens")
     check_texts(texts, model.config.get_text_config().vocab_size, model.main_input_name)
+    if not all(isinstance(text, Tensor) for text in texts):
+        raise MXError("texts must be tokens, (B, S) int64 each, without other inputs")
     for name, number in (("prompt", prompt), ("at_once", at_once)):
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise MXError(f"{name} {number!r} must be a number of at least 1")
+        check_integer(name, number, 1)
+    check_integer("seed", seed)
     devices = [model.device] if model.device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
+    with _by_probabilities_alone(model), torch.random.fork_rng(devices):
         torch.manual_seed(seed)
         written = list(_write(model, texts, prompt, at_once))
     return written
+
+
+@contextmanager
+def _by_probabilities_alone(model: PreTrainedModel) -> Iterator[None]:
+    """Let a model generate without dropout, and of its own settings with the tokens alone that end a text."""
+    config, training = model.generation_config, [module for module in model.modules() if module.training]
+    model.generation_config = type(config)(eos_token_id=config.eos_token_id)
+    model.eval()
+    try:
+        yield
+    finally:
+        model.generation_config = config
+        for module in training:
+            module.training = True
 
 
 def _write(model: PreTrainedModel, texts: Sequence[Tensor], prompt: int, at_once: int) -> Iterator[Tensor]:
@@ -78,8 +96,8 @@ def _write(model: PreTrainedModel, texts: Sequence[Tensor], prompt: int, at_once
 
 
 def _continued(model: PreTrainedModel, tokens: Tensor, count: int) -> Tensor:
-    # whatever a model's own settings for generation are: none of them shall change its probabilities
-    draws = {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0, "repetition_penalty": 1.0}
+    # without these, transformers would take the likeliest token, or draw from the likeliest 50
+    draws = {"do_sample": True, "temperature": 1.0, "top_k": 0}
     length = {"min_new_tokens": count, "max_new_tokens": count, "pad_token_id": 0}
     result: Tensor = model.generate(tokens, attention_mask=torch.ones_like(tokens), **draws, **length)
     return result

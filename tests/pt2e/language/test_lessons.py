@@ -33,10 +33,20 @@ def test_the_seed_alone_decides():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_tokens_have_the_probabilities_of_the_model():
-    """Whatever the model's own settings are: here it would always take the likeliest token, and end at the first."""
+SETTINGS = [
+    {"do_sample": False, "top_k": 1, "top_p": 0.1, "temperature": 0.1},
+    {"min_p": 0.9, "typical_p": 0.1, "epsilon_cutoff": 0.5, "suppress_tokens": list(range(60))},
+    {"num_beams": 2, "num_return_sequences": 2, "return_dict_in_generate": True, "max_time": 0.001, "max_length": 3},
+    {"stop_strings": ["a"], "prompt_lookup_num_tokens": 2},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: next(iter(settings)))
+def test_tokens_have_the_probabilities_of_the_model(settings):
+    """Whatever the model's own settings are."""
     model = decoder(eos_token_id=None)
-    model.generation_config.update(do_sample=False, top_k=1, top_p=0.1, temperature=0.1)
+    model.generation_config.update(**settings)
+    config = model.generation_config.to_dict()
     prompt = torch.tensor([[5, 9, 3, 0]])
     (written,) = generate_lessons(model, [prompt.expand(4000, 4)], prompt=3, at_once=4000)
     with torch.no_grad():
@@ -44,13 +54,25 @@ def test_tokens_have_the_probabilities_of_the_model():
     frequencies = written[:, 3].bincount(minlength=64) / 4000
     assert (frequencies - expected).abs().max() < 4 * (0.25 / 4000) ** 0.5
     assert (frequencies > 0).sum() > 20
+    assert model.generation_config.to_dict() == config
+
+
+def test_dropout_is_off_while_it_writes():
+    model, texts = decoder(eos_token_id=None, attention_dropout=0.9), [torch.randint(64, (4, 40))]
+    (expected,) = generate_lessons(model, texts)
+    model.train().lm_head.eval()
+    (written,) = generate_lessons(model, texts)
+    assert torch.equal(written, expected)
+    assert model.model.layers[0].self_attn.training and not model.lm_head.training
 
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ({"prompt": 0}, "prompt 0 must be a number of at least 1"),
-        ({"at_once": 2.0}, "at_once 2.0 must be a number of at least 1"),
+        ({"prompt": 0}, "prompt=0 must be an integer of at least 1"),
+        ({"at_once": 2.0}, "at_once=2.0 must be an integer of at least 1"),
+        ({"seed": None}, "seed=None must be an integer"),
+        ({"texts": [{"input_ids": torch.zeros(1, 20, dtype=torch.long)}]}, "texts must be tokens, .* each, without"),
         ({"texts": [torch.full((1, 20), 64)]}, "texts hold tokens from 64 to 64: the model has 64"),
         ({"texts": torch.zeros(1, 20)}, "texts must be a list of tokens"),
         ({"model": torch.nn.Linear(2, 2)}, "expected a language model of transformers, not Linear"),
