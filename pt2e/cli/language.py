@@ -103,7 +103,9 @@ def quantize_to_folder(options: argparse.Namespace, quantizer: MXQuantizer) -> R
         lessons = [] if text is None else blocks(text, tokenizer)
         if options.distill_generated:
             progress.begin("generate")
-            lessons = list(ranks.of_first(iter(generate_lessons(model, lessons))))
+            with user_errors("write text to train on"):
+                written = generate_lessons(model, lessons)
+            lessons = list(ranks.of_first(iter(written)))
         reports = []
         for context in contexts:
             with context:

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pt2mx import LanguageModel
+from pt2mx.pt2e.cli import language
 from pt2mx.pt2e.cli.command import main
 from pt2mx.pt2e.language.texts import blocks, perplexity, read_text
 from pt2mx.pt2e.models.tokenizers import load_tokenizer
@@ -189,6 +190,14 @@ def test_perplexity_of_a_checkpoint_in_a_narrower_dtype(place, run):
 def test_errors(run, arguments, text):
     status, _, err = run(*arguments)
     assert status == 2 and re.search(text, err), err
+
+
+def test_a_model_that_cannot_write(run, monkeypatch):
+    """As one that knows fewer positions than a block has tokens."""
+    monkeypatch.setattr(language, "generate_lessons", lambda model, texts: [][len(texts)])
+    arguments = (*QUANTIZE, "hf:llama", "--output", "o", "--distill", "text.txt", "--distill-generated")
+    status, _, err = run(*arguments)
+    assert status == 2 and "could not write text to train on: IndexError: list index out of range" in err, err
 
 
 @pytest.mark.compiled
