@@ -78,18 +78,25 @@ def mark_cases(config, items):
 
 
 def mark_grids(items):
-    """Mark the cases of grids compiled that are not on the diagonal, which has each value of each parameter."""
+    """Mark cases of grids compiled that would run by default: those left have each value of each parameter."""
     grids = {}
     for item in items:
-        if item.get_closest_marker("diagonal"):
+        if item.get_closest_marker("diagonal") and not any(map(item.get_closest_marker, ("slow", "compiled"))):
             grids.setdefault(item.nodeid.partition("[")[0], []).append((item, item.callspec._idlist))
     for grid in grids.values():
         axes = [list(dict.fromkeys(names)) for names in zip(*(names for _, names in grid), strict=True)]
         longest = max(range(len(axes)), key=lambda i: len(axes[i]))
-        for item, names in grid:
-            place = axes[longest].index(names[longest])
-            if any(axis[place % len(axis)] != name for axis, name in zip(axes, names, strict=True)):
+
+        def is_off(case, axes=axes, longest=longest):
+            place = axes[longest].index(case[1][longest])
+            return any(axis[place % len(axis)] != name for axis, name in zip(axes, case[1], strict=True))
+
+        seen = set()
+        for item, names in sorted(grid, key=is_off):
+            values = set(enumerate(names))
+            if values <= seen:
                 item.add_marker("compiled")
+            seen |= values
 
 
 def pytest_collection_finish():

@@ -26,9 +26,9 @@ def generate_lessons(
 ) -> list[Tensor]:
     """Return text that a language model writes: as many tokens as `texts`, each row from its first tokens on.
 
-    Distillation on it needs little text, and asks of the quantized model what the float one says (LLM-QAT, Liu et al.,
-    arXiv:2305.17888). Each token is drawn with the probability that the model gives it, without dropout and
-    whatever its `generation_config` says; one that ends a text is never drawn.
+    Distillation on it asks of the quantized model what the float one says (LLM-QAT, Liu et al., arXiv:2305.17888). Each
+    token is drawn with the probability that the model gives it, without dropout and whatever its `generation_config`
+    says; one that ends a text is never drawn. A call with another seed writes other lessons from the same beginnings.
 
     Args:
         model: a float decoder of transformers.

@@ -36,22 +36,21 @@ def matmul(call: MatmulAccumulated[Tensor], accumulator: Accumulator) -> Tensor 
         return out
     if other.dim() == 2:  # all rows are those of one batch
         x = x.reshape(-1, k)
-    else:
+    if accumulator.kind == "hopper":  # a program reads a column of x and a row of other at a time
+        x, other = x.mT.contiguous().mT, other.contiguous()
+    if other.dim() > 2:
         x, other = (tensor.expand(*out.shape[:-2], *tensor.shape[-2:]) for tensor in (x, other))
     x, other = (tensor.reshape(-1, *tensor.shape[-2:]) for tensor in (x, other))
     batch, m, n = len(x), x.shape[1], other.shape[2]
     rows, columns, warps = _ONE_BY_ONE
-    if accumulator.kind == "hopper":  # a program reads a column of x and a row of other at a time
-        x, other = x.mT.contiguous().mT, other.contiguous()
-    else:
+    if accumulator.kind != "hopper":
         rows, columns, warps = _TOGETHER
         x, other = x.float(), other.float()  # Triton 3.6 compiles no dot in float64 of narrower values
     if max(batch, triton.cdiv(n, columns)) > _MOST_PROGRAMS:
         return None
     integer, fraction = ((0, 0) + accumulator.numbers)[-2:]
     step = _STEP if accumulator.group > _STEP // 2 else _STEP // 2
-    double = torch.float64 in (x.dtype, other.dtype)
-    short = accumulator.kind == "hopper" and fraction <= _SHORT and accumulator.group <= GROUP.value and not double
+    short = accumulator.kind == "hopper" and fraction <= _SHORT and accumulator.group <= GROUP.value
     register = Register(accumulator.kind, integer, fraction, rows, columns, step, short, _UNROLL)
     sizes = m, n, k, min(accumulator.group, k), min(accumulator.promotion, k)
     grid = triton.cdiv(m, rows), triton.cdiv(n, columns), batch

@@ -133,7 +133,6 @@ def test_perplexity_says_what_a_program_leaves_out(place, run):
         assert status == 0 and err.count("the program holds") == 1 and "vision_tower 0%" in err
 
 
-@pytest.mark.compiled
 @pytest.mark.usefixtures("loaded_once")
 def test_perplexity(run):
     recipes = ("mxint8", "mxfp4_weight_only")

@@ -110,7 +110,6 @@ def test_a_loss_and_a_function_of_the_users():
     assert cosine(prepared(x), program(x)).item() < 0.9 * before
 
 
-@pytest.mark.compiled
 def test_logits_by_the_divergence_of_their_classes():
     """The other loss would not take a shift of all logits for equal."""
     exported, batches, x = net()

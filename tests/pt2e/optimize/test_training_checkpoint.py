@@ -65,7 +65,6 @@ def test_it_goes_on_with_the_same_steps(tmp_path, dtype, recompute):
     assert none == 0 and equal(again, wanted)
 
 
-@pytest.mark.compiled
 def test_other_settings_are_refused(tmp_path):
     trained(tmp_path)
     with pytest.raises(MXError, match="holds a training with decay='linear', not decay='cosine': give the same, or"):
