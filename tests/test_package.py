@@ -32,6 +32,7 @@ def wheel(tmp_path_factory):
     return next(folder.glob("*.whl"))
 
 
+@pytest.mark.compiled
 def test_wheel_holds_one_top_level_package(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names} == {"pt2mx", f"pt2mx-{wheel.name.split('-')[1]}.dist-info"}

@@ -125,6 +125,7 @@ def test_identity_is_part_of_the_cache_keys():
         assert caches(Changed()) == (0, 1)
 
 
+@pytest.mark.compiled
 def test_a_weight_to_transpose_is_dequantized():
     x = torch.randn(3, 64)
     conv1d = module_of(

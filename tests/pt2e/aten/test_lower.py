@@ -208,8 +208,8 @@ def test_takes_the_sizes_that_the_program_takes(text):
         torch.testing.assert_close(run(lowered, x), run(program, x), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.compiled
 @pytest.mark.slow_cases("WhileLoop-*")
-@pytest.mark.compiled_except("Cond-scaled_mm")
 @pytest.mark.parametrize("matmul", ["dequantize", "scaled_mm"])
 @pytest.mark.parametrize("kind", [NoGrad, Cond, WhileLoop], ids=lambda kind: kind.__name__)
 def test_subgraphs(kind, matmul):

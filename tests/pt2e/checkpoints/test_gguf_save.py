@@ -105,6 +105,7 @@ def test_llama_cpp_reads_no_tokenizer_without_merges(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.compiled
 def test_codes_of_a_file_are_written_again(tmp_path):
     """A program of all types of blocks gives the bytes of the file that it was read from."""
     model = tiny_decoder("llama", num_hidden_layers=1, intermediate_size=128)

@@ -94,6 +94,7 @@ def test_layers_that_libraries_fuse_share_a_tensor_scale(llama, tmp_path):
         assert len({written[f"model.layers.0.{name}.weight_scale_2"].item() for name in names}) == 1
 
 
+@pytest.mark.compiled
 def test_experts_keep_tensor_scales_of_their_own(tmp_path):
     convert_checkpoint(
         float_checkpoint("mixtral", tmp_path / "float"), tmp_path / "nv", of_weights("nvfp4"), layout="modelopt"

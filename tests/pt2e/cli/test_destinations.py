@@ -82,6 +82,7 @@ def test_a_quantized_checkpoint_takes_none(tmp_path, monkeypatch, capsys):
     assert "'hf:mx' is quantized already: leave --for out" in capsys.readouterr().err
 
 
+@pytest.mark.compiled
 def test_layers_that_no_checkpoint_holds_are_refused_at_once(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     sizes = {"n_layer": 1, "n_head": 2, "n_embd": 64, "vocab_size": 256, "n_positions": 64}

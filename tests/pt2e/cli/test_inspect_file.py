@@ -42,6 +42,7 @@ def run(*arguments, capsys):
     return capsys.readouterr()
 
 
+@pytest.mark.compiled
 def test_a_program(files, capsys):
     folder, program = files
     (result,) = json.loads(run(folder / "program.pt2", "--json", capsys=capsys).out)["files"]

@@ -69,6 +69,7 @@ def test_calls_with_a_cache():
     assert first.past_key_values.layers[0].stored["cross_keys"].shape == (3, 4, 12, 16)
 
 
+@pytest.mark.compiled
 @pytest.mark.parametrize("family", DEFAULT)
 def test_sampled_tokens(family):
     model, eager, source = quantized_encoder_decoder(family), rounded_encoder_decoder(family), sources(family)

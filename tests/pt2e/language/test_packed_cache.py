@@ -32,7 +32,7 @@ def steps(model, layers, ids, mask):
     return torch.cat(result, 1), (call["keys"], call["values"])
 
 
-@pytest.mark.compiled_except("llama-fields2-mxfp8")
+@pytest.mark.compiled
 @pytest.mark.slow_cases("gemma3-fields0-mxfp8", "llama-fields4-mxfp6", "llama-fields5-mxfp4")
 @torch.no_grad()
 @pytest.mark.parametrize(

@@ -48,6 +48,7 @@ def test_trained_saved_and_loaded(model, tmp_path):
     assert adapters_of(graph).keys() == adapters_of(lora).keys()
 
 
+@pytest.mark.compiled
 def test_files_have_the_names_of_transformers(model, tmp_path):
     lora = random_adapters(pt2mx.add_lora(model.program, 4, 8, ["v_proj"]))
     pt2mx.save_lora(lora, tmp_path)

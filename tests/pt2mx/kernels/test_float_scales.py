@@ -68,8 +68,8 @@ def test_equals_arithmetic_in_fractions(scale_format, mode):
         element = ELEMENTS[name]
         spec = MXSpec(name, 4, 1, mode, rounding, scale_format=f)
         largest = element.max_normal * 300
-        x = torch.tensor(adversarial_blocks(element, largest, seed, 6))
-        scales = [tensor_scale_mx(x[:6].clamp(-largest, largest), spec), torch.tensor(0.01)] if f.tensor else [None]
+        x = torch.tensor(adversarial_blocks(element, largest, seed, 4))
+        scales = [tensor_scale_mx(x[:4].clamp(-largest, largest), spec), torch.tensor(0.01)] if f.tensor else [None]
         for t in scales:
             scale, data = quantize_mx(x, spec, seed=seed, tensor_scale=t)
             codes = reference.unpack(data, 1, element.bits)[:, :4]

@@ -20,7 +20,7 @@ BLOCKS = {
 }
 
 
-@pytest.mark.compiled_except("keys-True")
+@pytest.mark.compiled
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", BLOCKS)
 def test_blocks_are_joined_in_memory_of_their_own(name, dynamic):

@@ -100,7 +100,7 @@ def in_two_graphs(x: Tensor) -> Tensor:
     return y + 1
 
 
-@pytest.mark.compiled_cases("has_a_loop-*", "reads_a_value-*", "has_a_condition-*")
+@pytest.mark.compiled
 @pytest.mark.parametrize(
     ("function", "options"),
     [
