@@ -85,7 +85,6 @@ def two_layers():
     return exported_encoder(layers=2)
 
 
-@pytest.mark.compiled
 @pytest.mark.parametrize(
     ("name", "recipe"),
     [

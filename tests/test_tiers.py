@@ -70,8 +70,15 @@ import pytest
 @pytest.mark.parametrize(("y", "z"), [(1, 0), (2, 0), (3, 0)])
 def test_some(x, y, z):
     assert (x, y) in (("a", 1), ("b", 2), ("a", 3))
+
+@pytest.mark.diagonal
+@pytest.mark.slow_cases("2-b")
+@pytest.mark.parametrize("x", ["a", "b"])
+@pytest.mark.parametrize("y", [1, 2])
+def test_where_the_diagonal_is_slow(x, y):
+    assert (x, y) != ("b", 2)
 """)
-    assert status == 0 and "3 passed, 3 deselected" in out, out
+    assert status == 0 and "6 passed, 4 deselected" in out, out
 
 
 def test_a_name_of_no_case_is_an_error(run):

@@ -55,7 +55,7 @@ def generate_lessons(
         (torch.Size([1, 40]), True)
     """
     check_model(model)
-    if not model.can_generate() or model.main_input_name != "input_ids" or model.config.is_encoder_decoder:
+    if model.main_input_name != "input_ids" or model.config.is_encoder_decoder:
         raise MXError(f"{type(model).__name__} is no decoder of text: give one that writes from tokens")
     check_texts(texts, model.config.get_text_config().vocab_size, model.main_input_name)
     if not all(isinstance(text, Tensor) for text in texts):

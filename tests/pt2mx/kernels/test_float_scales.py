@@ -194,7 +194,7 @@ def test_gradient_is_zero_where_a_value_saturates():
 _SLOW = ("nvfp4", "fp8_e4m3{2x16}(f32)")
 
 
-@pytest.mark.compiled
+@pytest.mark.compiled_cases("int4{16}(mse,bf16)", "fp4{16}(rceil,e5m3)")
 @pytest.mark.parametrize(
     "text",
     [
