@@ -20,7 +20,7 @@ from pt2mx.errors import MXError
 from pt2mx.kernels import accumulated_matmul
 from pt2mx.kernels.select import run_kernel
 from pt2mx.ops.checks import broadcasts, check_bias, check_operands, holds
-from pt2mx.ops.operator import COMPLIANT, As, Autocast, Operator, T, gradients_by_recomputing, operator
+from pt2mx.ops.operator import COMPLIANT, As, Autocast, Operator, T, operator
 
 _Register = Annotated[str, "the register and the order of sums, as `pt2mx.parse_accumulator` reads it"]
 _Sizes = Annotated[Sequence[int], As(type="int[]"), "of each dimension of the kernel"]
@@ -82,11 +82,12 @@ class MatmulAccumulated(Operator[T]):
         return (*batch, self.x.shape[-2], self.other.shape[-1])
 
     def backward(self, ctx: Any, grad: Tensor) -> dict[str, Tensor | None]:
-        def in_float(call: MatmulAccumulated[Tensor]) -> tuple[Tensor]:
-            y = call.x @ call.other
-            return (y if call.bias is None else y + call.bias,)
-
-        return gradients_by_recomputing(self, sorted(ctx.needs), in_float, (grad,))
+        of_tensors = {
+            "x": lambda: grad @ self.other.mT,
+            "other": lambda: self.x.mT @ grad,
+            "bias": lambda: grad,
+        }
+        return {name: of_tensors[name]().sum_to_size(getattr(self, name).shape) for name in ctx.needs}
 
 
 @operator("linear_accumulated", 1, "(..., N) in x's dtype, contiguous", COMPLIANT, key="CompositeImplicitAutograd")
