@@ -45,12 +45,12 @@ test: $(VENV)/.installed
 test-all: $(VENV)/.installed
 	$(PYTEST) -m "not cuda"
 
-# those of compiled code that `make test` leaves out, in a quarter of an hour or more
-test-compiled: $(VENV)/.installed
-	$(PYTEST) -m "compiled and not slow and not cuda"
-
-# those that take long, or one part of them: `make test-slow PART=3/36`
+# those of compiled code that `make test` leaves out, in half an hour or more, or one part: `make test-compiled PART=0/2`
 PART ?= 0/1
+test-compiled: $(VENV)/.installed
+	$(PYTEST) -m "compiled and not slow and not cuda" --part $(PART)
+
+# those that take long, or one part of them: `make test-slow PART=3/48`
 test-slow: $(VENV)/.installed
 	$(PYTEST) -m "slow and not cuda" --part $(PART)
 
