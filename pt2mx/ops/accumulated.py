@@ -82,12 +82,13 @@ class MatmulAccumulated(Operator[T]):
         return (*batch, self.x.shape[-2], self.other.shape[-1])
 
     def backward(self, ctx: Any, grad: Tensor) -> dict[str, Tensor | None]:
-        of_tensors = {
-            "x": lambda: grad @ self.other.mT,
-            "other": lambda: self.x.mT @ grad,
-            "bias": lambda: grad,
-        }
-        return {name: of_tensors[name]().sum_to_size(getattr(self, name).shape) for name in ctx.needs}
+        def of_other() -> Tensor:
+            if self.other.dim() == 2:  # all rows are those of one batch
+                return self.x.flatten(0, -2).mT @ grad.flatten(0, -2)
+            return self.x.mT @ grad
+
+        ways = {"x": lambda: grad @ self.other.mT, "other": of_other, "bias": lambda: grad}
+        return {name: ways[name]().sum_to_size(getattr(self, name).shape) for name in sorted(ctx.needs)}
 
 
 @operator("linear_accumulated", 1, "(..., N) in x's dtype, contiguous", COMPLIANT, key="CompositeImplicitAutograd")

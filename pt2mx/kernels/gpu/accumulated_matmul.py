@@ -24,8 +24,9 @@ _STEP = 32
 _UNROLL = 16
 #: registers of a thread, with which three programs run on a multiprocessor
 _REGISTERS = 168
-#: most fraction bits of a register with which float32 holds the sum of a group
-_SHORT = 14
+#: most fraction bits of a register with which float32 holds the sum of a group, and fewest products of a group, which
+#: are padded to 32
+_SHORT, _FEWEST = 14, 8
 #: most programs of a launch in its second and third dimension
 _MOST_PROGRAMS = 65535
 
@@ -43,10 +44,11 @@ def matmul(call: MatmulAccumulated[Tensor], accumulator: Accumulator) -> Tensor 
     x, other = (tensor.reshape(-1, *tensor.shape[-2:]) for tensor in (x, other))
     batch, m, n = len(x), x.shape[1], other.shape[2]
     group, promotion = min(accumulator.group, k), min(accumulator.promotion, k)
-    if max(batch, triton.cdiv(n, _COLUMNS), triton.cdiv(k, group)) > _MOST_PROGRAMS:
+    if max(batch, triton.cdiv(n, _COLUMNS)) > _MOST_PROGRAMS:
         return None
     integer, fraction = ((0, 0) + accumulator.numbers)[-2:]
-    short = accumulator.kind == "hopper" and fraction <= _SHORT and group <= GROUP.value
+    padded = _FEWEST <= group <= GROUP.value and triton.cdiv(k, group) <= _MOST_PROGRAMS
+    short = accumulator.kind == "hopper" and fraction <= _SHORT and padded
     step = _STEP if accumulator.group > _STEP // 2 else _STEP // 2
     register = Register(accumulator.kind, integer, fraction, _ROWS, _COLUMNS, step, short, _UNROLL)
     sizes = m, n, k, group, promotion

@@ -3,13 +3,15 @@
 `pt2mx.kernels.accumulated_matmul` is the definition: products of a group are cut toward zero at a unit, which the
 largest exponent of the group and the register decides. There are three ways to cut:
 
-- *By chains*: one fused multiply-add per product, rounded toward zero, whose sum is between 2**23 and 2**24 units. A
-  positive sum is cut downward, whatever the sign of a product. This is right for a negative product, too, if it is a
-  little too large, by less than the distance from one product of so many bits to the next, and a unit is added for
-  each: tensor cores count the negative products by their signs.
+- *By chains*, for factors of x of at most 12 bits, and of other of at most 11: one fused multiply-add per product,
+  rounded toward zero, whose sum is between 2**23 and 2**24 units. Such a sum is cut downward, whatever the sign of a
+  product. For a negative product this is a unit too low, or nothing where the product is a whole number of units. So
+  each product is made a little larger, by less than the distance between two products of so many bits: then all
+  negative ones are a unit too low. Tensor cores count these by the signs of their factors.
 - *In float32*, for factors of more bits: one such multiply-add per product, with 2**23 units of the product's sign,
   which are taken off again.
-- *In float64*, for exponents or registers that float32 does not hold.
+- *In float64*, for factors with exponents outside of _LEAST to _MOST, registers outside of _LEAST_SUM to _MOST_SUM, and
+  groups in which the largest product is 23 binades or more below that of the largest factors.
 
 `look_at_factors` prepares the first way: it looks at each matrix once, not once for each tile of the other. What
 `chained_matmul_kernel` cannot compute by chains alone, `accumulated_matmul_kernel` does the other ways, so that the
@@ -61,8 +63,8 @@ _IN_FLOAT64: tl.constexpr = tl.constexpr(2)
 class Factors(NamedTuple):
     """What is known of a matrix (k, size): pointers to tensors of whole groups and tiles of zeros behind its end."""
 
-    operands: Any  # (batch, groups, tiles, 32, TILE) float32; those of x enlarged, and 2**-126 for zeros
-    powers: Any  # (batch, groups, tiles, 32, TILE) bfloat16: 256 ** (exponent - the largest of the group)
+    operands: Any  # (batch, groups, tiles, 32, TILE) float32; those of x enlarged, and +-2**-126 for zeros
+    powers: Any  # (batch, groups, tiles, 32, TILE) bfloat16: 256 ** (exponent - the largest of the group), scaled
     signs: Any  # (batch, groups, tiles, 32, TILE) bfloat16
     largest: Any  # (batch, groups, tiles, TILE) int32: the largest exponent, as float32 has it
     ways: Any  # (batch, groups, tiles) int32
@@ -83,8 +85,8 @@ class Places(NamedTuple):
 def look_at_factors(matrix, strides, factors, sizes, OF_X: tl.constexpr, TILE: tl.constexpr):
     """matrix: (batch, k, size) float32 -> factors. `sizes`: k, size, and the products of a group, at most 32.
 
-    The next larger magnitude is less than one product's distance from the next where both factors have at most 23 bits
-    together.
+    A factor of x becomes the next larger float32: its products grow by less than the distance between two products, if
+    both factors have at most 24 bits together.
     """
     k, size, group = sizes
     batch_stride, k_stride, stride = strides
@@ -166,8 +168,9 @@ def aligned(register, places, first, end, index, of_x, of_other, C: tl.constexpr
 def _units(register, blocks, of_x, of_other, C: tl.constexpr):
     """Return the bits of 2**23 units for the register and a group, (ROWS, COLUMNS) int32, and how to cut the products.
 
-    Tensor cores add the products' powers of 256: the first digit of the sum is at the place of the largest product. The
-    register is one that such units cut, or its exponent is from _LEAST_SUM to _MOST_SUM.
+    Tensor cores add the products' powers of 256: the first digit of the sum is at the place of the largest product. A
+    register has an exponent from _LEAST_SUM to _MOST_SUM, or is a multiple of the least unit, as where chains alone
+    computed it.
     """
     a_most = tl.load(of_x.largest + blocks[0] * C.ROWS + tl.arange(0, C.ROWS))
     b_most = tl.load(of_other.largest + blocks[1] * C.COLUMNS + tl.arange(0, C.COLUMNS))

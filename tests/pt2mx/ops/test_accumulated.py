@@ -81,6 +81,19 @@ def test_the_gradient_is_that_of_torchs_matmul():
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    "shapes", [((2, 5, 16), (16, 7), (7,)), ((5, 16), (3, 16, 7), (3, 1, 1)), ((1, 5, 16), (3, 16, 7), ())]
+)
+def test_gradients_of_each_tensor_alone(shapes):
+    x, other, bias = tensors = [torch.randn(shape) for shape in shapes]
+    for tensor in tensors:
+        tensor.requires_grad_()
+        y, expected = ops.matmul_accumulated(x, other, bias, "fixed(4,2)"), x @ other + bias
+        grad = torch.randn(y.shape)
+        torch.testing.assert_close(*(torch.autograd.grad(out, tensor, grad) for out in (y, expected)))
+        tensor.requires_grad_(False)
+
+
 def test_opcheck():
     x, other, bias = (torch.randn(shape, requires_grad=True) for shape in ((3, 2, 4), (4, 5), (5,)))
     torch.library.opcheck(ops.matmul_accumulated.default, (x, other, bias, "bfloat16"))

@@ -1,5 +1,7 @@
 """The C++ kernel of accumulated matmuls gives the bits of the definition."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -14,13 +16,25 @@ ACCUMULATORS = (
 SHAPES = (
     *(((2, 20, 70), (70, 48)), ((3, 5, 33), (3, 33, 17)), ((1, 4, 3, 129), (2, 1, 129, 5)), ((4, 1), (1, 4))),
     *(((65, 140), (140, 1)), ((0, 4), (4, 3)), ((3, 0), (0, 3)), ((2, 4), (3, 4, 2))),
+    ((2, 70, 40), (2, 40, 130)),  # several tiles of several batches on a GPU
 )
+
+
+def _of_11_bits(x, generator, least, most):
+    """Values that a GPU cuts in a chain, if their exponents let it, and zeros of both signs."""
+    exponents = torch.randint(least, most, x.shape, generator=generator)
+    values = (x * 2**9).round().clamp(-(2**11) + 1, 2**11 - 1) * torch.exp2(exponents - 9)
+    return torch.where(torch.rand(x.shape, generator=generator) < 0.2, -0.0, values)
+
+
 #: name -> what changes normal values
 VALUES = {
     "normal": lambda x, g: x,
     "subnormal products": lambda x, g: x * 1e-22,
     "products beyond float32": lambda x, g: x * 1e19,
     "exponents far apart": lambda x, g: x * torch.exp2(torch.randint(-60, 60, x.shape, generator=g)),
+    "few bits": partial(_of_11_bits, least=-8, most=8),
+    "few bits far apart": partial(_of_11_bits, least=-40, most=30),
     "mostly zeros": lambda x, g: x * (torch.rand(x.shape, generator=g) < 0.1),
     "inf": lambda x, g: torch.where(torch.rand(x.shape, generator=g) < 0.01, torch.inf, x),
     "nan": lambda x, g: torch.where(torch.rand(x.shape, generator=g) < 0.01, torch.nan, x),
