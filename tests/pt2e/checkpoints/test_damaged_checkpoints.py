@@ -71,7 +71,6 @@ def test_a_damaged_configuration(file, llama):
     assert survivors and all(_equal(read, expected) for read in survivors)
 
 
-@pytest.mark.compiled
 def test_a_damaged_configuration_of_codes(llama, tmp_path):
     convert_checkpoint(llama, tmp_path / "mx", of_weights("mxfp4"), dtype="bfloat16")
     path = tmp_path / "mx" / "config.json"

@@ -123,7 +123,6 @@ def test_prompts_and_single_tokens(padding, of_samples, converted):
         assert torch.equal(result.runners[name](**copy.deepcopy(given)).logits, expected)
 
 
-@pytest.mark.compiled
 def test_optimize_and_the_quantizer_that_is_given():
     given = MXQuantizer.from_recipe("mxfp4_weight_only")
     model, inputs = MODELS["resnet"](), example("resnet")

@@ -219,7 +219,6 @@ def test_lessons_get_their_caches_one_at_a_time(monkeypatch):
     assert alive
 
 
-@pytest.mark.compiled
 def test_algorithms_lower_the_error():
     (model, _), ids = exported_decoder("llama", num_hidden_layers=1), torch.randint(256, (1, 512))
     stages = []

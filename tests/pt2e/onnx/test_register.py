@@ -126,7 +126,6 @@ def test_weights_that_are_quantized_at_each_call():
         torch.testing.assert_close(run(plain(converted, x).model_proto, x)[0], converted(x), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.compiled
 def test_export_onnx_writes_the_same_nodes(tmp_path):
     x = torch.randn(4, 40)
     converted = convert(nn.Linear(40, 8), (x,), "mxfp4")

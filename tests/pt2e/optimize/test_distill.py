@@ -94,7 +94,6 @@ def test_two_runs_give_the_same_bits_and_seeds_do_not():
     assert all(model.training for model in models)
 
 
-@pytest.mark.compiled
 def test_a_loss_and_a_function_of_the_users():
     exported, batches, x = net()
     prepared = prepared_of(exported, batches)
