@@ -37,25 +37,26 @@ def positions_of(program: ExportedProgram) -> dict[str, int]:
     """Return the number of positions in the tables of a decoder's or an encoder's program, by what counts the tokens.
 
     It is empty for a program without such tables, as with RoPE. The indices are computed for an example."""
-    columns = torch.arange(_LENGTH)[None]
-    inputs = {
-        "input_ids": torch.zeros_like(columns),
-        "position_ids": columns + _POSITION,
-        "start": torch.tensor([_SLOT]),
-        "attention_mask": torch.ones(1, _SLOT + _LENGTH, dtype=torch.long),
-    }
-    names = program.graph_signature.user_inputs
-    firsts = {SLOTS: _SLOT, POSITION_IDS: _POSITION}
-    if "start" not in names:  # an encoder
-        inputs["attention_mask"], firsts = torch.ones_like(columns), {SLOTS: 0}
-    found: dict[str, int] = {}
-    for rows, indices in _lookups(program, {name: one for name, one in inputs.items() if name in names}):
-        first = int(indices.flatten()[0])
-        if indices.numel() == _LENGTH and torch.equal(indices.flatten() - first, columns[0]):
-            for name, start in firsts.items():
-                if 0 <= first - start <= _MOST_OFFSET:
-                    found[name] = min(found.get(name, rows), rows - (first - start))
-    return found
+    with torch.device("cpu"):  # whatever device the caller made the default
+        columns = torch.arange(_LENGTH)[None]
+        inputs = {
+            "input_ids": torch.zeros_like(columns),
+            "position_ids": columns + _POSITION,
+            "start": torch.tensor([_SLOT]),
+            "attention_mask": torch.ones(1, _SLOT + _LENGTH, dtype=torch.long),
+        }
+        names = program.graph_signature.user_inputs
+        firsts = {SLOTS: _SLOT, POSITION_IDS: _POSITION}
+        if "start" not in names:  # an encoder
+            inputs["attention_mask"], firsts = torch.ones_like(columns), {SLOTS: 0}
+        found: dict[str, int] = {}
+        for rows, indices in _lookups(program, {name: one for name, one in inputs.items() if name in names}):
+            first = int(indices.flatten()[0])
+            if indices.numel() == _LENGTH and torch.equal(indices.flatten() - first, columns[0]):
+                for name, start in firsts.items():
+                    if 0 <= first - start <= _MOST_OFFSET:
+                        found[name] = min(found.get(name, rows), rows - (first - start))
+        return found
 
 
 def _lookups(program: ExportedProgram, inputs: Mapping[str, Tensor]) -> Iterator[tuple[int, Tensor]]:
