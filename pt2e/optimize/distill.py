@@ -256,14 +256,13 @@ class Distillation:
         self._forget_gradients()
         with torch.no_grad():
             for name, master in self.masters.items():
-                self.trained[name].copy_(master)
+                if self.trained[name].dtype != master.dtype:
+                    self.trained[name].copy_(master)
         return errors[0]
 
     def _forget_gradients(self) -> None:
-        for model in self.models:
-            model.zero_grad()
-        for parameter in self.trained.values():
-            parameter.grad = None
+        for tensor in self.names.values():
+            tensor.grad = None
 
     def _share_buffers(self) -> None:
         """Give all ranks what the models of the first have written to their buffers."""
