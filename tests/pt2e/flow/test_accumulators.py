@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchao.quantization.pt2e import quantize_pt2e as torchao
 
 import pt2mx
@@ -119,6 +120,47 @@ def test_training_takes_torchs_gradient():
         layer.zero_grad(set_to_none=True)
     for name, gradient in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], gradient)
+
+
+def test_torchs_own_sums_are_computed_where_something_reads_them():
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+            names.add(operator._schema.name)
+            return operator(*args, **(kwargs or {}))
+
+    x, layer = torch.randn(4, 64), nn.Linear(64, 8)
+    qat = pt2mx.prepare_qat_pt2e(exported(layer.train(), x), quantizer("bfloat16{1}"))
+    found = {}
+    for observes, rounds in ((False, True), (True, True), (False, False)):
+        (pt2mx.enable_observer if observes else pt2mx.disable_observer)(qat)
+        (pt2mx.enable_fake_quant if rounds else pt2mx.disable_fake_quant)(qat)
+        names = set()
+        with Calls():
+            qat(x)
+        found[observes, rounds] = "aten::addmm" in names, "pt2mx::matmul_accumulated" in names
+    assert found == {(False, True): (False, True), (True, True): (True, True), (False, False): (True, False)}
+
+
+def test_tensors_passed_by_name():
+    class Net(nn.Module):
+        def forward(self, x):
+            return torch.addmm(mat2=x.mT, mat1=x, input=x[:1, :4]) + nn.functional.linear(x, bias=x[:, 0], weight=x)
+
+    x = torch.randn(4, 64)
+    prepared = prepare(Net(), (x,), config("bfloat16{1}"))
+    pt2mx.enable_fake_quant(prepared)
+    converted = pt2mx.convert_pt2e(prepared)
+    assert calls(converted) == dict.fromkeys(CALLS, 0) | {"linear": 1, "matmul": 1}
+    assert torch.equal(converted(x), prepared(x))
+
+
+def test_operators_behind_each_other():
+    model, x = nn.Sequential(nn.Linear(64, 8), nn.Linear(8, 8)), torch.randn(4, 64)
+    weights = pt2mx.get_default_mx_quantization_config(weight="mxfp8", accumulator="bfloat16{1}")
+    prepared = prepare(model, (x,), weights)
+    pt2mx.enable_fake_quant(prepared)
+    converted = pt2mx.convert_pt2e(prepared)
+    assert calls(converted)["linear"] == 2 and torch.equal(converted(x), prepared(x))
 
 
 def test_the_flags_are_saved():
