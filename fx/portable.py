@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,6 +14,7 @@ from pt2mx.errors import MXError
 from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.node import is_ours, specs_of
 from pt2mx.fx.graph.qdq import PORTABLE, holds_observers
+from pt2mx.fx.graph.tensors import without_torch_warnings
 from pt2mx.fx.passes.accumulate import refuse_accumulators
 from pt2mx.kernels import arithmetic, blocks_in_memory
 from pt2mx.kernels.reference import random_bits
@@ -119,8 +119,6 @@ def _decompose(program: ExportedProgram, table: dict[Any, Callable[..., Any]]) -
     with (
         torch.no_grad(),
         config.patch(backed_size_oblivious=True),  # type: ignore[attr-defined]  # torch adds it as it runs
-        warnings.catch_warnings(),
+        without_torch_warnings(),
     ):
-        # torch warns of its own code
-        warnings.filterwarnings("ignore", "`isinstance\\(treespec, LeafSpec\\)`", FutureWarning)
         return program.run_decompositions(table)

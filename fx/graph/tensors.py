@@ -8,7 +8,8 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -52,10 +53,17 @@ def copy_sharing_tensors(model: GraphModule, delays_code: bool = False) -> Graph
 
 
 def deep_copy(value: T, memo: dict[int, Any] | None = None) -> T:
-    """Return `copy.deepcopy(value, memo)` without the warning that torch gives of its own code."""
+    """Return `copy.deepcopy(value, memo)` without torch's warnings."""
+    with without_torch_warnings():
+        return copy.deepcopy(value, memo)
+
+
+@contextmanager
+def without_torch_warnings() -> Iterator[None]:
+    """Silence what torch warns of its own code, by which it copies and exports graphs."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`isinstance\\(treespec, LeafSpec\\)`", FutureWarning)
-        return copy.deepcopy(value, memo)
+        yield
 
 
 class _NoCode(CodeGen):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,13 @@ from pt2mx.errors import MXError
 from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.node import Hadamard, is_ours
 from pt2mx.fx.graph.qdq import is_portable
-from pt2mx.fx.graph.tensors import cast_floats, copy_sharing_tensors, floats_in, move_to_device
+from pt2mx.fx.graph.tensors import (
+    cast_floats,
+    copy_sharing_tensors,
+    floats_in,
+    move_to_device,
+    without_torch_warnings,
+)
 from pt2mx.fx.passes.undo_quantization import undo_quantization
 from pt2mx.pt2e.program.sizes import dynamic_shapes
 from pt2mx.pt2e.report.speed import FLOATS, Speed, SpeedTest
@@ -60,9 +65,7 @@ def _compiled(
     graph = cast_floats(move_to_device(float_graph(program), device), dtype)
     args, kwargs = floats_in(dtype, inputs)
     path = str(Path(folder) / f"{str(dtype).removeprefix('torch.')}.pt2")
-    with warnings.catch_warnings():
-        # torch warns of its own code
-        warnings.filterwarnings("ignore", "`isinstance\\(treespec, LeafSpec\\)`", FutureWarning)
+    with without_torch_warnings():
         exported = torch.export.export(graph, args, kwargs, dynamic_shapes=shapes)
         torch._inductor.aoti_compile_and_package(exported, package_path=path)
     model = torch._inductor.aoti_load_package(path)

@@ -7,7 +7,6 @@ are stored once, on disk and in memory.
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +22,12 @@ from pt2mx.errors import MXError
 from pt2mx.fx.graph.graph_pass import GraphPass, run_passes
 from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.node import attribute_of, is_ours, tensor_of
-from pt2mx.fx.graph.tensors import copy_sharing_tensors, delete_unused_tensors, move_to_device
+from pt2mx.fx.graph.tensors import (
+    copy_sharing_tensors,
+    delete_unused_tensors,
+    move_to_device,
+    without_torch_warnings,
+)
 from pt2mx.fx.lower import lower_to_inductor
 from pt2mx.fx.passes.decoding_attention import store_positions, use_decoding_attention
 from pt2mx.fx.passes.fuse_decoding import MOST_FUSED_ROWS, fuse_decoding
@@ -232,8 +236,7 @@ def write_packages(
         length = _TOKENS_OF_PACKAGE[name]
         tokens = None if length is None else torch.zeros(2, length, dtype=torch.long)
         example = {**decoder.inputs(layers, device, tokens, slots=5, images=images), "weights": weights}
-        with warnings.catch_warnings():  # torch warns of its own code
-            warnings.filterwarnings("ignore", "`isinstance\\(treespec, LeafSpec\\)`", FutureWarning)
+        with without_torch_warnings():
             program = decoder.export(model if length is None else with_single_steps(model), example, length)
             torch._inductor.aoti_compile_and_package(program, package_path=str(path))
         try:

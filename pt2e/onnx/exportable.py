@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import operator
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -17,23 +16,16 @@ from torch.utils import _pytree as pytree
 from pt2mx import ops
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.aliasing import written_nodes
-from pt2mx.fx.graph.graph_pass import GraphPass, run_passes
+from pt2mx.fx.graph.graph_pass import GraphPass
 from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.node import GroupedLinearMX, is_ours, node_arg, value_of
 from pt2mx.fx.graph.qdq import unlike_converted
-from pt2mx.fx.graph.tensors import (
-    copy_sharing_tensors,
-    delete_unused_tensors,
-    erase_unused,
-    map_tensors,
-    tensors_in_written_memory,
-)
+from pt2mx.fx.graph.tensors import erase_unused, tensors_in_written_memory, without_torch_warnings
 from pt2mx.fx.passes.accumulate import refuse_accumulators
-from pt2mx.fx.passes.fold_weights import fold_all_weights
-from pt2mx.fx.passes.fuse_qdq import cse_quantize, fuse_qdq, merge_fake_quantize
-from pt2mx.fx.passes.packed_operands import MATMULS, use_packed_embeddings
+from pt2mx.fx.passes.packed_operands import MATMULS
 from pt2mx.ops.decompositions import call_decompositions
 from pt2mx.pt2e.files.user_errors import user_errors
+from pt2mx.pt2e.program.export_again import PASSES, with_packed_weights
 from pt2mx.pt2e.program.sizes import dynamic_shapes as shapes_of
 
 aten = torch.ops.aten
@@ -66,9 +58,6 @@ def _is_size_of_codes(node: Node) -> bool:
     return any(_is_size_of_codes(n) for n in node.all_input_nodes if not isinstance(value_of(n), Tensor))
 
 
-_PASSES = (drop_size_assertions, cse_quantize, fuse_qdq, use_packed_embeddings, merge_fake_quantize)
-
-
 def exportable(model: object, inputs: object, dynamic_shapes: Any) -> ExportedProgram:
     """Export the model again, as a program that fake quantizes activations and dequantizes constants.
 
@@ -76,15 +65,8 @@ def exportable(model: object, inputs: object, dynamic_shapes: Any) -> ExportedPr
     """
     graph, args, kwargs, shapes = _export_arguments(model, inputs, dynamic_shapes)
     _check_experts(graph)
-    graph = copy_sharing_tensors(graph)
-    map_tensors(graph, Tensor.detach)
-    fold_all_weights(graph)
-    for each in graph_modules(graph):
-        run_passes(each, _PASSES)
-    delete_unused_tensors(graph)
-    with torch.no_grad(), warnings.catch_warnings():
-        # torch warns of its own code
-        warnings.filterwarnings("ignore", "`isinstance\\(treespec, LeafSpec\\)`", FutureWarning)
+    graph = with_packed_weights(graph, (drop_size_assertions, *PASSES))
+    with torch.no_grad(), without_torch_warnings():
         with user_errors("export the model for these inputs and dynamic shapes"):
             program = torch.export.export(graph, args, kwargs, dynamic_shapes=shapes)
         _check_inputs_stay(program)

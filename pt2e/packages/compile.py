@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Callable
 
 import torch
@@ -13,7 +12,7 @@ from torch.fx import GraphModule
 from torch.utils import _pytree as pytree
 
 from pt2mx.errors import MXError
-from pt2mx.fx.graph.tensors import copy_sharing_tensors, move_to_device
+from pt2mx.fx.graph.tensors import copy_sharing_tensors, move_to_device, without_torch_warnings
 from pt2mx.fx.lower import lower_to_inductor
 from pt2mx.fx.portable import without_calls
 from pt2mx.pt2e.packages.package import check_package_output, write_package
@@ -56,9 +55,7 @@ def compile_program(
     args, kwargs = pytree.tree_map_only(
         Tensor, lambda t: in_memory_order(t, memory_order(t)).to(device), program.example_inputs
     )
-    with torch.no_grad(), warnings.catch_warnings():
-        # torch warns of its own code
-        warnings.filterwarnings("ignore", "`isinstance\\(treespec, LeafSpec\\)`", FutureWarning)
+    with torch.no_grad(), without_torch_warnings():
         exported = torch.export.export(lowered, args, kwargs, dynamic_shapes=shapes)
         code = without_calls(exported) if portable else exported
         write_package(code, exported, lowered, path, device, ranges(program), _on_the_cpu(eager), provenance)
