@@ -15,7 +15,7 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import OpOverload
 from torch.fx import Graph, GraphModule, Node
@@ -285,6 +285,11 @@ def name_of(node: Node) -> str:
     if not isinstance(node.target, str):
         raise TypeError(f"{node} ({node.op}) names no attribute")
     return node.target
+
+
+def called_module(node: Node) -> nn.Module | None:
+    """Return the module that a `call_module` node calls; None for other nodes."""
+    return model_of(node.graph).get_submodule(name_of(node)) if node.op == "call_module" else None
 
 
 def attribute_of(model: GraphModule, node: Node) -> object:

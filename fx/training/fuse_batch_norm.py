@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.fx import GraphModule, Node
 
 from pt2mx.fx.graph.convolution import LAYERS, Convolution, normalizes_outputs
-from pt2mx.fx.graph.node import args_of, make_positional, name_of, node_arg, operator_of
+from pt2mx.fx.graph.node import args_of, called_module, make_positional, name_of, node_arg, operator_of
 from pt2mx.fx.graph.tensors import delete_unused_modules
 from pt2mx.fx.training.train_eval import (
     TrainEvalModule,
@@ -159,7 +159,7 @@ def fuse_batch_norms(model: GraphModule, quantizers: type[nn.Module]) -> GraphMo
     for norm in norms:
         layer = node_arg(norm)
         if _is_layer(layer) and normalizes_outputs(layer, norm):
-            weight, bias = (_module(model, operand) for operand in (*layer.args, None)[1:3])
+            weight, bias = (called_module(n) if isinstance(n, Node) else None for n in (*layer.args, None)[1:3])
             # the scale of a bias that is quantized differently may depend on the weight's scale, which changes here
             if isinstance(weight, quantizers) and (bias is None or type(bias) is type(weight)):
                 _fuse(model, layer, norm)
@@ -190,10 +190,6 @@ def _fuse(model: GraphModule, layer: Node, norm: Node) -> None:
     normalized = NormalizedLayer(step, operator_of(layer), plain, meta["val"].dim(), (momentum, eps, cudnn))
     args = (x, quantized, bias, gamma, beta, mean, variance)
     replace_by_module(norm, f"{layer.name}_normalized", normalized, args, meta)
-
-
-def _module(model: GraphModule, node: object) -> nn.Module | None:
-    return model.get_submodule(name_of(node)) if isinstance(node, Node) and node.op == "call_module" else None
 
 
 def _is_layer(node: Node) -> bool:

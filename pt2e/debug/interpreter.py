@@ -113,10 +113,10 @@ def subgraphs_of(model: GraphModule, node: Node, path: str) -> list[tuple[str, G
     return subgraphs
 
 
-def keyed_nodes(model: GraphModule, path: str = "") -> Iterator[tuple[str, Node, GraphModule]]:
-    """Yield (key, node, its graph) of every value that a run records, including subgraphs."""
+def keyed_nodes(model: GraphModule, path: str = "") -> Iterator[tuple[str, Node]]:
+    """Yield (key, node) of every value that a run records, including subgraphs."""
     for name, node in nodes_by_source(model.graph).items():
-        yield path + name, node, model
+        yield path + name, node
     for node in model.graph.nodes:
         for inner_path, subgraph in subgraphs_of(model, node, path):
             yield from keyed_nodes(subgraph, inner_path)

@@ -18,7 +18,7 @@ from pt2mx.fx.graph.higher_order_ops import named_graph_modules
 from pt2mx.fx.graph.node import called, is_ours, named_args, value_of
 from pt2mx.fx.graph.source_node import module_name, modules_of, source_line
 from pt2mx.pt2e.debug.interpreter import check_module
-from pt2mx.pt2e.observe.observer import MXObserver
+from pt2mx.pt2e.observe.observer import observer_of
 from pt2mx.spec import MXSpec
 
 #: the most names in a cell, and in an error
@@ -58,7 +58,7 @@ def print_graph(
     graphs = dict(named_graph_modules(graph))
     nodes = None if around is None else _around(graphs, around, hops)
     for name, one in graphs.items():
-        rows = [_row(node, one) for node in one.graph.nodes if nodes is None or node in nodes]
+        rows = [_row(node) for node in one.graph.nodes if nodes is None or node in nodes]
         if rows and name:
             print(f"graph {name}:", file=file)
         if rows:
@@ -83,12 +83,12 @@ def _around(graphs: dict[str, GraphModule], name: str, hops: int) -> set[Node]:
     return near
 
 
-def _row(node: Node, model: GraphModule) -> tuple[str, ...]:
+def _row(node: Node) -> tuple[str, ...]:
     return (
         node.name,
         operator_text(node),
         shape_text(node),
-        format_text(node, model),
+        format_text(node),
         listed([one.name for one in node.all_input_nodes], _SHOWN),
         module_name(node),
         source_line(node),
@@ -119,11 +119,10 @@ def _shape(value: object) -> str:
     return "" if value is None else str(value)
 
 
-def format_text(node: Node, model: GraphModule) -> str:
+def format_text(node: Node) -> str:
     """Return the spec that an operator of ours or an observer quantizes to or from."""
-    if node.op == "call_module":
-        module = model.get_submodule(str(node.target))
-        return str(module.spec) if isinstance(module, MXObserver) else ""
+    if (observer := observer_of(node)) is not None:
+        return str(observer.spec)
     if not is_ours(node):
         return ""
     named = named_args(node)

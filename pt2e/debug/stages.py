@@ -77,7 +77,7 @@ def compare_stages(
         raise MXError("stages must be a dict of at least one: name -> a form of the model")
     forms = {str(name): _form(form, str(name)) for name, form in stages.items()}
     errors = {name: _StageErrors() for name in forms}
-    nodes = {key: node for key, node, _ in keyed_nodes(reference)}
+    nodes = dict(keyed_nodes(reference))
     not_compared = {key for key, node in nodes.items() if node.op == "placeholder" or not node.users}
     operators: dict[str, None] = {}
     count = 0

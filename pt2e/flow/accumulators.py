@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from torch import nn
 from torch.fx import GraphModule, Node
 
 from pt2mx.fx.graph.node import (
     OPERATOR_KEY,
     args_of,
     called,
+    called_module,
     insert_call,
     make_positional,
-    model_of,
     name_of,
     operator_of,
 )
@@ -58,7 +57,7 @@ def insert_accumulators(model: GraphModule, for_training: bool) -> None:
 def remove_accumulators(model: GraphModule) -> None:
     """Remove every `MXAccumulator`, and keep what it found in the meta of its operator."""
     for node in list(model.graph.find_nodes(op="call_module")):
-        layer, module = _layer(node), _module(node)
+        layer, module = _layer(node), called_module(node)
         if layer is not None and isinstance(layer.accumulator, MXAccumulator):
             node.meta[SUMS_KEY], layer.accumulator = layer.accumulator.sqnr, None
         elif isinstance(module, MXAccumulator):
@@ -82,7 +81,7 @@ def accumulator_of(node: Node) -> dict[str, Any]:
     if node.target in ACCUMULATED:
         return {"accumulator": node.args[-1], "sums_sqnr": node.meta.get(SUMS_KEY)}
     layer = _layer(node)
-    module = _module(node) if layer is None else layer.accumulator
+    module = called_module(node) if layer is None else layer.accumulator
     if not isinstance(module, MXAccumulator):
         return {}
     return {"accumulator": module.spelling, "sums_sqnr": module.sqnr}
@@ -100,11 +99,7 @@ def _accumulated_calls(model: GraphModule) -> Iterator[tuple[Node, Operator[Node
             yield node, accumulated_call(called(node), args, node.kwargs, str(config.accumulator))
 
 
-def _module(node: Node) -> nn.Module | None:
-    return model_of(node.graph).get_submodule(name_of(node)) if node.op == "call_module" else None
-
-
 def _layer(node: Node) -> NormalizedLayer | None:
     """Return the layer before a batch norm that a node of a model in training calls."""
-    module = _module(node)
+    module = called_module(node)
     return module if isinstance(module, NormalizedLayer) else None

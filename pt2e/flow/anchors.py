@@ -8,9 +8,9 @@ from torch.fx import GraphModule, Node
 
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.constants import root_name
-from pt2mx.fx.graph.higher_order_ops import captured_operands, graph_modules
+from pt2mx.fx.graph.higher_order_ops import captured_operands
 from pt2mx.fx.graph.node import name_of, node_arg
-from pt2mx.pt2e.flow.weights import constants_of, is_constant
+from pt2mx.pt2e.flow.weights import observers_of_constants
 from pt2mx.pt2e.observe.fake_quantize import MXFakeQuantize
 from pt2mx.pt2e.observe.observer import MXObserver
 from pt2mx.spec import MXSpec
@@ -70,12 +70,8 @@ def observed_weights(prepared: GraphModule) -> Iterator[tuple[MXObserver, set[st
     """Yield the observers of the constants of a prepared model, each with the names of the parameters that it observes:
     one, or in a subgraph one for each call."""
     captured = captured_operands(prepared)
-    for graph in graph_modules(prepared):
-        constants = constants_of(graph)
-        for node in graph.graph.find_nodes(op="call_module"):
-            observer = graph.get_submodule(name_of(node))
-            if isinstance(observer, MXObserver) and is_constant(node_arg(node), constants):
-                yield observer, _parameters(node_arg(node), captured)
+    for node, observer in observers_of_constants(prepared):
+        yield observer, _parameters(node_arg(node), captured)
 
 
 def _parameters(node: Node, captured: Mapping[Node, list[object]]) -> set[str]:

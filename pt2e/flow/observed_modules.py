@@ -17,7 +17,7 @@ from pt2mx.fx.graph.source_node import module_name
 from pt2mx.pt2e.flow.shared_scales import connected
 from pt2mx.pt2e.flow.sizes import sources_of
 from pt2mx.pt2e.flow.weights import constants_of
-from pt2mx.pt2e.observe.observer import MXObserver
+from pt2mx.pt2e.observe.observer import MXObserver, observer_of
 from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
 from pt2mx.pt2e.quantizer.operators import CONFIG_KEY, operand_node, operands_of, quantizable_operators, role_of
 
@@ -58,13 +58,12 @@ def observed_modules(prepared: GraphModule) -> dict[str, ObservedModule]:
                     "alone: a recipe gives the operators of a module one; use settings by module"
                 )
             if config is not None:
-                _add_operands(module, inner, node, constants, captured)
+                _add_operands(module, node, constants, captured)
     return modules
 
 
 def _add_operands(
     module: ObservedModule,
-    inner: GraphModule,
     node: Node,
     constants: set[Node],
     captured: Mapping[Node, Sequence[object]],
@@ -74,8 +73,8 @@ def _add_operands(
         if argument is None:
             continue
         role = module.roles[operand.name] = role_of(operand, argument, constants)
-        observer = inner.get_submodule(str(argument.target)) if argument.op == "call_module" else None
-        if not isinstance(observer, MXObserver):
+        observer = observer_of(argument)
+        if observer is None:
             continue
         tensor = node_arg(argument)
         if role == "activation":

@@ -17,7 +17,7 @@ from pt2mx.fx.graph.node import args_of, node_arg, shape_of
 from pt2mx.fx.graph.qdq import insert_amax
 from pt2mx.fx.graph.source_node import module_name
 from pt2mx.fx.passes.packed_operands import MATMULS
-from pt2mx.pt2e.observe.observer import MXObserver
+from pt2mx.pt2e.observe.observer import MXObserver, observer_of
 
 _Item = TypeVar("_Item", bound=Hashable)
 
@@ -34,8 +34,8 @@ def share_tensor_scales(model: GraphModule) -> None:
     """
     observers: dict[Node, MXObserver] = {}  # by their calls
     for node in model.graph.find_nodes(op="call_module"):
-        observer = model.get_submodule(str(node.target))
-        if isinstance(observer, MXObserver) and observer.static_scale is None and observer.spec.has_tensor_scale:
+        observer = observer_of(node)
+        if observer is not None and observer.static_scale is None and observer.spec.has_tensor_scale:
             observers[node] = observer
     if not observers:
         return

@@ -21,7 +21,16 @@ from pt2mx.analysis.sums import quantization_noise
 from pt2mx.functional import fake_quantize_mx, tensor_scale_mx
 from pt2mx.fx.graph.constants import computed_from, constant_nodes
 from pt2mx.fx.graph.higher_order_ops import captured_operands, graph_modules
-from pt2mx.fx.graph.node import attribute_of, function_of, model_of, name_of, node_arg, parameter_of, tensor_of
+from pt2mx.fx.graph.node import (
+    attribute_of,
+    called_module,
+    function_of,
+    model_of,
+    name_of,
+    node_arg,
+    parameter_of,
+    tensor_of,
+)
 from pt2mx.fx.graph.source_node import module_name
 from pt2mx.fx.training.fuse_batch_norm import ScaledWeight
 from pt2mx.fx.training.train_eval import TrainEvalModule
@@ -29,7 +38,7 @@ from pt2mx.pt2e.flow.packed_weights import stored_weights
 from pt2mx.pt2e.flow.sizes import FLOAT_SIZE_KEY, SOURCES_KEY, CapturedOperands, float_size, sources_of
 from pt2mx.pt2e.observe.fake_quantize import MXFakeQuantize
 from pt2mx.pt2e.observe.format_observer import CANDIDATES_KEY, MXFormatObserver
-from pt2mx.pt2e.observe.observer import NOTES_KEY, ROUNDING_KEY, STATISTICS_KEY, MXObserver
+from pt2mx.pt2e.observe.observer import NOTES_KEY, ROUNDING_KEY, STATISTICS_KEY, MXObserver, observer_of
 from pt2mx.pt2e.observe.torchao_pt2e import is_fake
 from pt2mx.pt2e.quantizer.annotate import REASON_KEY, REMARK_KEY
 
@@ -41,13 +50,19 @@ def note_weights(prepared: GraphModule) -> None:
     """Note the report's facts about a constant at its observers, for the converted model."""
     captured = captured_operands(prepared)
     amaxes: dict[Node, list[Tensor]] = {}
+    for node, observer in observers_of_constants(prepared):
+        sources = {SOURCES_KEY: sources_of(node_arg(node), captured)}
+        node.meta[NOTES_KEY] = {**weight_statistics(observer, node, captured, amaxes), **sources}
+
+
+def observers_of_constants(prepared: GraphModule) -> Iterator[tuple[Node, MXObserver]]:
+    """Yield the calls of observers of constants in a prepared model and its subgraphs, each with its observer."""
     for graph in graph_modules(prepared):
         constants = constants_of(graph)
         for node in graph.graph.find_nodes(op="call_module"):
-            observer = graph.get_submodule(name_of(node))
-            if isinstance(observer, MXObserver) and is_constant(node_arg(node), constants):
-                sources = {SOURCES_KEY: sources_of(node_arg(node), captured)}
-                node.meta[NOTES_KEY] = {**weight_statistics(observer, node, captured, amaxes), **sources}
+            observer = observer_of(node)
+            if observer is not None and is_constant(node_arg(node), constants):
+                yield node, observer
 
 
 def carry_notes(converted: GraphModule, exported: GraphModule) -> None:
@@ -72,14 +87,12 @@ def _by_target(model: GraphModule) -> dict[object, list[Node]]:
 
 def constants_of(model: GraphModule) -> set[Node]:
     """Return the constant nodes of a graph, prepared or not; the result of observing a constant is constant."""
-    calls = model.graph.find_nodes(op="call_module")
-    observers = {node for node in calls if isinstance(model.get_submodule(str(node.target)), MXObserver)}
-    return constant_nodes(model.graph, observers.__contains__)
+    return constant_nodes(model.graph, lambda node: observer_of(node) is not None)
 
 
 def is_constant(node: Node, constants: set[Node]) -> bool:
     """Return True for a constant, and for a weight scaled by a batch norm in training, which conversion folds."""
-    module = model_of(node.graph).get_submodule(name_of(node)) if node.op == "call_module" else None
+    module = called_module(node)
     return (node_arg(node) if isinstance(module, ScaledWeight) else node) in constants
 
 
@@ -141,15 +154,14 @@ def _value(node: Node, values: dict[Node, Any], captured: CapturedOperands, numb
         operands = captured[node]
         operand = operands[min(number, len(operands) - 1)]
         return next(iter(_values(operand, captured))) if isinstance(operand, Node) else operand
-    model = model_of(node.graph)
     if node.op == "get_attr":
-        return attribute_of(model, node)
+        return attribute_of(model_of(node.graph), node)
     args, kwargs = cast(
         tuple[tuple[Any, ...], dict[str, Any]], torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
     )
-    if node.op != "call_module":
+    module = called_module(node)
+    if module is None:
         return function_of(node)(*args, **kwargs)
-    module = model.get_submodule(name_of(node))
     if isinstance(module, MXObserver):
         return fake_quantize_mx(module.anchored(args[0]), module.spec, tensor_scale=_shared_scale(module, *args[1:]))
     return module.in_evaluation(*args, **kwargs) if isinstance(module, TrainEvalModule) else module(*args, **kwargs)

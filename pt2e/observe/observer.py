@@ -13,7 +13,7 @@ from pt2mx.analysis.sums import QuantizationStatistics, quantization_sums
 from pt2mx.errors import MXError
 from pt2mx.functional import fake_quantize_mx, tensor_scale_mx
 from pt2mx.fx.graph.constants import constant_nodes
-from pt2mx.fx.graph.node import node_arg
+from pt2mx.fx.graph.node import called_module, node_arg
 from pt2mx.fx.graph.qdq import insert_quantize_dequantize
 from pt2mx.fx.passes.fold_weights import compute_codes
 from pt2mx.fx.training.fuse_batch_norm import ScaledWeight
@@ -269,6 +269,12 @@ def _refuse_accumulators(model: GraphModule) -> None:
                 f"the config of {node.name} has accumulator={str(accumulator)!r}, which torchao's convert_pt2e does "
                 "not know: convert with pt2mx.convert_pt2e"
             )
+
+
+def observer_of(node: Node) -> MXObserver | None:
+    """Return the observer of ours that a node calls; None for other nodes."""
+    module = called_module(node)
+    return module if isinstance(module, MXObserver) else None
 
 
 def observed_value(node: Node) -> object:

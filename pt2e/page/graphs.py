@@ -63,7 +63,7 @@ class DrawnGraph:
             if node.op != "output" and not node.users and value_of(node) is None:  # guards and assertions
                 continue
             inputs = list(dict.fromkeys(numbers[one] for one in node.all_input_nodes if one in numbers))
-            texts = operator_text(node), shape_text(node), format_text(node, model), module_name(node)
+            texts = operator_text(node), shape_text(node), format_text(node), module_name(node)
             numbers[node] = self.named[path + node.name] = len(self.rows)
             self.sources[path + node.name] = path + source_name(node)
             self.rows.append(GraphRow(path + node.name, *texts, inputs))

@@ -12,7 +12,7 @@ from pt2mx.fx.graph.aliasing import storage_of, written_storages
 from pt2mx.fx.graph.constants import CONSTANT_KEY
 from pt2mx.fx.graph.higher_order_ops import HOPCall, captured_operands, hop_calls, placeholders
 from pt2mx.fx.graph.modes import has_effect
-from pt2mx.fx.graph.node import attribute_of, model_of, name_of, node_arg
+from pt2mx.fx.graph.node import attribute_of, called_module, model_of, node_arg
 from pt2mx.fx.passes.fold_weights import computed_bias
 from pt2mx.fx.training.fuse_batch_norm import NormalizedLayer, ScaledWeight
 from pt2mx.fx.training.train_eval import TrainEvalModule
@@ -77,7 +77,7 @@ class Conversion:
                     if placeholder in kept:
                         used.add(operand)
             return [n for n in node.all_input_nodes if n in used or n not in passed]
-        module = model.get_submodule(name_of(node)) if node.op == "call_module" else None
+        module = called_module(node)
         if isinstance(module, MXObserver) and is_constant(node_arg(node), constants):
             for number in range(self._calls_of(model)):
                 made = packed_bytes(cast(Tensor, observed_value(node)).shape, module.spec)
@@ -121,7 +121,7 @@ class Conversion:
 
 def _computation(node: Node) -> object:
     """Return what a node computes from its arguments; equal for layers that share a weight and its batch norm."""
-    module = model_of(node.graph).get_submodule(name_of(node)) if node.op == "call_module" else None
+    module = called_module(node)
     if isinstance(module, MXObserver):
         return module.spec, module.spec.axis
     if isinstance(module, ScaledWeight):
@@ -134,7 +134,7 @@ def _has_effect(node: Node, constants: set[Node]) -> bool:
 
     Conversion removes assertions about constants, and the batch counters of training.
     """
-    module = model_of(node.graph).get_submodule(name_of(node)) if node.op == "call_module" else None
+    module = called_module(node)
     if isinstance(module, TrainEvalModule):
         return module.writes_in_evaluation
     asserts = node.target is torch.ops.aten._assert_tensor_metadata.default and node_arg(node) in constants

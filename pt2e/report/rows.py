@@ -18,7 +18,7 @@ from pt2mx import ops
 from pt2mx.analysis.sums import QuantizationStatistics
 from pt2mx.errors import MXError
 from pt2mx.fx.graph.higher_order_ops import captured_operands, named_graph_modules
-from pt2mx.fx.graph.node import FakeQuantize, Quantize, called, model_of, name_of, node_arg, tensor_of
+from pt2mx.fx.graph.node import FakeQuantize, Quantize, called, model_of, node_arg, tensor_of
 from pt2mx.fx.graph.qdq import quantize_of, spec_of_dequantize
 from pt2mx.fx.graph.source_node import module_name, source_line
 from pt2mx.pt2e.flow.accumulators import accumulator_of
@@ -26,7 +26,7 @@ from pt2mx.pt2e.flow.packed_weights import storage_note
 from pt2mx.pt2e.flow.sizes import ByteCounter, CapturedOperands, Counted, Source, sources_of, sources_of_codes
 from pt2mx.pt2e.flow.weights import constants_of, is_constant, weight_statistics
 from pt2mx.pt2e.observe.format_observer import CANDIDATES_KEY
-from pt2mx.pt2e.observe.observer import STATISTICS_KEY, MXObserver
+from pt2mx.pt2e.observe.observer import STATISTICS_KEY, observer_of
 from pt2mx.pt2e.quantizer.annotate import REASON_KEY, REMARK_KEY
 from pt2mx.pt2e.quantizer.operators import (
     is_matmul_like,
@@ -139,7 +139,7 @@ def operator_reports(model: GraphModule, conversion: Conversion | None = None) -
                 inputs = _float_inputs(node, constants)
             else:
                 continue
-            operands = [_operand_report(inner, *operand, constants, captured, counter) for operand in inputs]
+            operands = [_operand_report(*operand, constants, captured, counter) for operand in inputs]
             yield OperatorReport(
                 name=f"{path}.{node.name}" if path else node.name,
                 module=module_name(node),
@@ -181,14 +181,9 @@ def _reason(node: Node, quantizable: bool, path: str, quantized: bool) -> str | 
 
 
 def _operand_report(
-    model: GraphModule,
-    role: str,
-    argument: Node,
-    constants: set[Node],
-    captured: CapturedOperands,
-    counter: ByteCounter,
+    role: str, argument: Node, constants: set[Node], captured: CapturedOperands, counter: ByteCounter
 ) -> OperandReport:
-    source, spec, seen = _quantized(model, argument, constants, captured)
+    source, spec, seen = _quantized(argument, constants, captured)
     value = argument.meta.get("val", source.meta.get("val"))
     counted = Counted(0, 0, 0)
     storage = None
@@ -209,16 +204,16 @@ def _operand_report(
         seen.get(CANDIDATES_KEY, {}),
         *counted,
         storage,
-        _static_scale(model, argument, captured),
+        _static_scale(argument, captured),
         tuple(matmuls),
     )
 
 
-def _static_scale(model: GraphModule, argument: Node, captured: CapturedOperands) -> float | None:
+def _static_scale(argument: Node, captured: CapturedOperands) -> float | None:
     """Return the tensor scale that calibration found for an operand, if it did."""
     if argument.op == "call_module":
-        observer = model.get_submodule(name_of(argument))
-        static = observer.static_scale if isinstance(observer, MXObserver) else None
+        observer = observer_of(argument)
+        static = None if observer is None else observer.static_scale
         return float(static.value(argument.name)) if static is not None and static.is_known else None
     quantize = quantize_of(argument)
     scale = None if quantize is None else Quantize.expect(quantize).tensor_scale
@@ -239,7 +234,7 @@ def _sources(argument: Node, source: Node, constants: set[Node], captured: Captu
 
 
 def _quantized(
-    model: GraphModule, argument: Node, constants: set[Node], captured: CapturedOperands
+    argument: Node, constants: set[Node], captured: CapturedOperands
 ) -> tuple[Node, MXSpec | None, Mapping[str, Any]]:
     """Return the tensor behind an operand, its spec (None: high precision), and a meta with its statistics.
 
@@ -247,8 +242,8 @@ def _quantized(
     """
     if argument.op == "call_module":
         source = node_arg(argument)
-        observer = model.get_submodule(name_of(argument))
-        if not isinstance(observer, MXObserver):
+        observer = observer_of(argument)
+        if observer is None:
             return source, None, {}  # another quantizer's observer
         constant = is_constant(source, constants)
         seen = weight_statistics(observer, argument, captured) if constant else observer.statistics_meta()

@@ -14,7 +14,7 @@ from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.source_node import module_name
 from pt2mx.pt2e.flow.observed_modules import ObservedModule, observed_modules
 from pt2mx.pt2e.flow.prepare import prepare_pt2e
-from pt2mx.pt2e.observe.observer import MXObserver
+from pt2mx.pt2e.observe.observer import MXObserver, observer_of
 from pt2mx.pt2e.observe.switches import disable_fake_quant, disable_observer
 from pt2mx.pt2e.quantizer.config import MXQuantizationConfig
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
@@ -67,9 +67,9 @@ class Candidate:
 def _separate_observers(graph: GraphModule) -> None:
     """Give each module its own observer of a tensor that several modules read."""
     for node in list(graph.graph.nodes):
-        if not _is_observer(node, graph):
+        observer = observer_of(node)
+        if observer is None:
             continue
-        observer = graph.get_submodule(str(node.target))
         _, *others = dict.fromkeys(module_name(user) for user in node.users)
         for i, name in enumerate(others):
             target = f"{node.target}_{i}_of_{len(others)}"
@@ -83,10 +83,6 @@ def _separate_observers(graph: GraphModule) -> None:
     graph.recompile()
 
 
-def _is_observer(node: Node, graph: GraphModule) -> bool:
-    return node.op == "call_module" and isinstance(graph.get_submodule(str(node.target)), MXObserver)
-
-
-def is_quantized(node: Node, graph: GraphModule) -> bool:
+def is_quantized(node: Node) -> bool:
     """Return True for an operator with a quantizable operand; in a prepared graph an LSTM is a module."""
-    return node.op in ("call_function", "call_module") and any(_is_observer(one, graph) for one in node.all_input_nodes)
+    return node.op in ("call_function", "call_module") and any(map(observer_of, node.all_input_nodes))

@@ -52,9 +52,7 @@ def estimates(
     """
     probed: set[str] = set()
     for candidate in candidates.values():
-        for key, node, graph in keyed_nodes(candidate.model):
-            if _operator(node, graph):
-                probed.add(key)
+        probed |= {key for key, node in keyed_nodes(candidate.model) if _operator(node)}
     values: dict[str, list[Any]] = defaultdict(list)
     probes: dict[str, list[Tensor]] = {}
 
@@ -91,7 +89,7 @@ def _output_shifts(
 
     def seen(pair: Pair) -> None:
         drawn = left_gradients[pair.key].popleft() if left_gradients.get(pair.key) else []
-        operator = _operator(pair.node, pair.interpreter.model)
+        operator = _operator(pair.node)
         if operator is None or all(gradient is None for gradient in drawn):
             return
         module = module_name(operator)
@@ -117,10 +115,10 @@ def _by_item(value: Tensor) -> Tensor:
     return value.double().reshape(len(value), -1) if value.dim() else value.double().reshape(1, 1)
 
 
-def _operator(node: Node, graph: GraphModule) -> Node | None:
+def _operator(node: Node) -> Node | None:
     """Return the quantized operator whose output a node is, or an item of it; None where there is none."""
     for one in [node, *node.all_input_nodes] if node.target is getitem else [node]:
-        if is_quantized(one, graph):
+        if is_quantized(one):
             return one
     return None
 
