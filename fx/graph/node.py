@@ -314,6 +314,17 @@ def register_buffer(model: GraphModule, name: str, value: Tensor) -> str:
     return f"{path}.{unique}" if path else unique
 
 
+def read_instead(model: GraphModule, name: str, old: Node) -> Node:
+    """Insert a read of the buffer `name`, another layout of the tensor that a node reads, and return it with the meta
+    of that node."""
+    node = model.graph.get_attr(name)
+    node.meta.update(old.meta)
+    if "val" in old.meta:
+        value = tensor_of(model, node)
+        node.meta["val"] = old.meta["val"].new_empty(value.shape, dtype=value.dtype)
+    return node
+
+
 def parameter_of(codes: str) -> str:
     """Return the name of the parameter whose codes are in a buffer of that name.
 

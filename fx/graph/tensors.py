@@ -104,13 +104,9 @@ def map_tensors(
     storages: call the function for tensors in these only (`storages_of`); None for all.
     """
     results = replaced(_tensors_of(model), written_storages(model), function, storages)
-    for module in model.modules():
-        registries: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        for tensors in registries:
-            for name, tensor in tensors.items():
-                if tensor is not None:
-                    value = results[id(tensor)]
-                    tensors[name] = value.requires_grad_(False) if isinstance(tensor, nn.Parameter) else value
+    for tensors, name, tensor in tensor_places(model):
+        value = results[id(tensor)]
+        tensors[name] = value.requires_grad_(False) if isinstance(tensor, nn.Parameter) else value
 
 
 def replace_tensor(model: GraphModule, old: Tensor, new: Tensor, in_place: bool = False) -> None:
@@ -121,13 +117,17 @@ def replace_tensor(model: GraphModule, old: Tensor, new: Tensor, in_place: bool 
     if in_place and _is_alone(model, old):
         old.detach().copy_(new)
         return
+    for tensors, name, tensor in tensor_places(model):
+        if tensor is old:
+            tensors[name] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+
+
+def tensor_places(model: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
+    """Yield each place of a parameter or buffer, a dict and its key, with the tensor; a tied one has several."""
+    tensors: dict[str, Any]
     for module in model.modules():
-        registries: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        for tensors in registries:
-            for name, tensor in tensors.items():
-                if tensor is old:
-                    trained = isinstance(old, nn.Parameter)
-                    tensors[name] = nn.Parameter(new, old.requires_grad) if trained else new
+        for tensors in (module._parameters, module._buffers):
+            yield from ((tensors, name, tensor) for name, tensor in tensors.items() if tensor is not None)
 
 
 def _is_alone(model: GraphModule, tensor: Tensor) -> bool:

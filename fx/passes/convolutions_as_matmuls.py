@@ -27,6 +27,7 @@ from pt2mx.fx.graph.node import (
     name_of,
     named_args,
     operator_of,
+    read_instead,
     register_buffer,
     set_value,
     shape_of,
@@ -184,11 +185,7 @@ def _rows(model: GraphModule, node: Node, dimensions: int, buffers: dict[tuple[s
     key = name_of(node), dimensions
     if key not in buffers:
         buffers[key] = register_buffer(model, f"{name_of(node)}_rows", value.contiguous())
-    buffer = model.graph.get_attr(buffers[key])
-    buffer.meta.update(node.meta)
-    if "val" in node.meta:
-        buffer.meta["val"] = node.meta["val"].new_empty(value.shape)
-    return buffer
+    return read_instead(model, buffers[key], node)
 
 
 def _caller(graph: Graph, place: Node) -> Callable[..., Node]:

@@ -17,6 +17,7 @@ from pt2mx.fx.graph.node import (
     insert_before,
     insert_call,
     name_of,
+    read_instead,
     register_buffer,
     shape_of,
     tensor_of,
@@ -62,7 +63,7 @@ def use_fp8_rowwise(model: GraphModule) -> None:
         if call.x not in rows:
             rows[call.x] = _rows_of(call.x, quantization, written)
         with model.graph.inserting_before(node):
-            weight, scale = (_read(model, *read) for read in zip(names, (call.codes, call.scale), strict=True))
+            weight, scale = (read_instead(model, *read) for read in zip(names, (call.codes, call.scale), strict=True))
             data, of_x, unfit = rows[call.x]
             of_rows: MmFP8Rows[Node] = MmFP8Rows(data, of_x, unfit, weight, scale, call.bias)
             matmul = model.graph.call_function(of_rows.overload, of_rows.args)
@@ -103,14 +104,6 @@ def _register_rows(model: GraphModule, call: LinearMX) -> tuple[str, str] | None
         register_buffer(model, f"{name_of(call.codes)}_fp8", codes),
         register_buffer(model, f"{name_of(call.scale)}_fp8", scale),
     )
-
-
-def _read(model: GraphModule, name: str, instead_of: Node) -> Node:
-    node = model.graph.get_attr(name)
-    value = tensor_of(model, node)
-    if "val" in instead_of.meta:
-        node.meta["val"] = instead_of.meta["val"].new_empty(value.shape, dtype=value.dtype)
-    return node
 
 
 def _rows_of(x: Node, quantization: FakeQuantize, written: set[Node]) -> list[Node]:

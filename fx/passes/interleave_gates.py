@@ -21,6 +21,7 @@ from pt2mx.fx.graph.node import (
     insert_before,
     name_of,
     named_args,
+    read_instead,
     register_buffer,
     shape_of,
     tensor_of,
@@ -101,8 +102,7 @@ def _interleave(
     for old in read:
         with model.graph.inserting_before(old):
             value = reordered(tensor_of(model, old))
-            new = model.graph.get_attr(register_buffer(model, f"{name_of(old)}_gated", value))
-        new.meta.update(old.meta)
+            new = read_instead(model, register_buffer(model, f"{name_of(old)}_gated", value), old)
         node.replace_input_with(old, new)
         erase_unused(old)
     first = node.next

@@ -15,7 +15,7 @@ from pt2mx.fx.graph.aliasing import written_nodes
 from pt2mx.fx.graph.constants import constant_nodes
 from pt2mx.fx.graph.graph_pass import graph_pass
 from pt2mx.fx.graph.memory_order import accepts_any_strides, allow_any_strides
-from pt2mx.fx.graph.node import LinearMX, name_of, register_buffer, set_value, tensor_of
+from pt2mx.fx.graph.node import LinearMX, name_of, read_instead, register_buffer, set_value, tensor_of
 from pt2mx.fx.graph.tensors import erase_unused
 from pt2mx.ops import linear
 
@@ -90,8 +90,4 @@ def _merge(model: GraphModule, matmuls: list[Node]) -> None:
 def _concatenated(model: GraphModule, nodes: list[Node]) -> Node:
     """Insert a read of a new buffer: the concatenated tensors."""
     value = torch.cat([tensor_of(model, node) for node in nodes])
-    node = model.graph.get_attr(register_buffer(model, f"{name_of(nodes[0])}_joined", value))
-    node.meta.update(nodes[0].meta)
-    if "val" in node.meta:
-        node.meta["val"] = node.meta["val"].new_empty(value.shape)
-    return node
+    return read_instead(model, register_buffer(model, f"{name_of(nodes[0])}_joined", value), nodes[0])

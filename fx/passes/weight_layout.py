@@ -16,6 +16,7 @@ from pt2mx.fx.graph.node import (
     LinearMXMMALayout,
     dtype_of,
     name_of,
+    read_instead,
     register_buffer,
     set_value,
     shape_of,
@@ -88,11 +89,7 @@ def _transposed(x: Tensor, axis: int) -> Tensor:
 def _transposed_buffer(model: GraphModule, node: Node, axis: int) -> Node:
     """Register the transposed buffer that a node reads, and return the node that reads it."""
     value = _transposed(tensor_of(model, node), axis)
-    buffer = model.graph.get_attr(register_buffer(model, f"{name_of(node)}_t", value))
-    buffer.meta.update(node.meta)
-    if "val" in node.meta:
-        buffer.meta["val"] = _transposed(node.meta["val"], axis)
-    return buffer
+    return read_instead(model, register_buffer(model, f"{name_of(node)}_t", value), node)
 
 
 @graph_pass(LinearMX)
@@ -147,12 +144,9 @@ def _register_mma_layout(model: GraphModule, call: LinearMX) -> list[str]:
 def _replace(model: GraphModule, node: Node, call: LinearMX, names: list[str]) -> None:
     rows = len(tensor_of(model, call.codes))
     with model.graph.inserting_before(node):
-        codes, scale = (model.graph.get_attr(name) for name in names)
+        read = zip(names, (call.codes, call.scale), strict=True)
+        codes, scale = (read_instead(model, name, old) for name, old in read)
         element = call.spec.element.name
         reordered = call.as_call_of(LinearMXMMALayout, codes=codes, scale=scale, element=element, n=rows)
         new = model.graph.call_function(reordered.overload, reordered.args)
-    for buffer, old in ((codes, call.codes), (scale, call.scale)):
-        buffer.meta.update(old.meta)
-        if "val" in old.meta:
-            buffer.meta["val"] = old.meta["val"].new_empty(tensor_of(model, buffer).shape)
     replace_node(node, new)

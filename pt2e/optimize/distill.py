@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,7 @@ from tqdm import tqdm
 
 from pt2mx.errors import MXError, nearest
 from pt2mx.fx.graph.aliasing import written_storages
-from pt2mx.fx.graph.tensors import replaced
+from pt2mx.fx.graph.tensors import replaced, tensor_places
 from pt2mx.pt2e.flow.prepare import PreparedModule
 from pt2mx.pt2e.observe.fake_quantize import MXFakeQuantize
 from pt2mx.pt2e.optimize.expert_steps import initial_state, step_experts
@@ -330,14 +329,8 @@ def _check_slices(prepared: GraphModule, slices: Sequence[GraphModule]) -> None:
 def _copied_tensors(models: Sequence[GraphModule]) -> Iterator[None]:
     """Replace the parameters and buffers, which the exported model shares, with copies that the models share; restore
     them after an error."""
-    shared: list[tuple[dict[str, Any], str, Tensor]] = []
-    written: set[int] = set()
-    tensors: dict[str, Any]
-    for model in models:
-        written |= written_storages(model)
-        for module in model.modules():
-            for tensors in (module._parameters, module._buffers):
-                shared += ((tensors, name, tensor) for name, tensor in tensors.items() if tensor is not None)
+    written = set().union(*map(written_storages, models))
+    shared = [place for model in models for place in tensor_places(model)]
     copies = replaced(list(dict.fromkeys(tensor for *_, tensor in shared)), written, Tensor.clone)
     for tensors, name, tensor in shared:
         tensors[name] = copies[id(tensor)]
