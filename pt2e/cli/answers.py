@@ -11,6 +11,7 @@ import torch
 
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.cli.progress import note
+from pt2mx.pt2e.language.texts import until_stop
 
 
 @dataclass(frozen=True)
@@ -89,11 +90,6 @@ def count_same(tokens: Sequence[int], others: Sequence[int]) -> int:
             break
         count += 1
     return count
-
-
-def until_stop(text: str, stops: Sequence[str]) -> str:
-    """Return a text up to the first stop text in it."""
-    return text[: min((text.index(stop) for stop in stops if stop in text), default=len(text))]
 
 
 def settled(text: str, stops: Sequence[str]) -> str:

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.language.arguments import LONGEST_TEXT
 from pt2mx.pt2e.language.language_model import LanguageModel
-from pt2mx.pt2e.language.texts import padded
+from pt2mx.pt2e.language.texts import padded, until_stop
 
 _criteria = import_extra("transformers.generation.stopping_criteria", "hf")
 
@@ -130,13 +130,8 @@ def continuations(
         chosen = {"do_sample": False, **ends, **options, "stopping_criteria": criteria, "max_new_tokens": length}
         new = model.generate(tokens, attention_mask=mask, **chosen)[:, first:]
         for index, text in zip(batch, tokenizer.batch_decode(new, skip_special_tokens=True), strict=True):
-            results[index] = _before(text, stops)
+            results[index] = until_stop(text, stops)
     return results
-
-
-def _before(text: str, stops: Sequence[str]) -> str:
-    """Return the text before the first stop string."""
-    return text[: min((at for at in map(text.find, stops) if at >= 0), default=len(text))]
 
 
 class _StopStrings(_criteria.StoppingCriteria):  # type: ignore[name-defined]

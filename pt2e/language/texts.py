@@ -84,6 +84,11 @@ def blocks(text: str, tokenizer: Any, most: int | None = None) -> list[Tensor]:
 Predict = Callable[[Tensor], Tensor]
 
 
+def until_stop(text: str, stops: Sequence[str]) -> str:
+    """Return a text up to the first stop text in it."""
+    return text[: min((text.index(stop) for stop in stops if stop in text), default=len(text))]
+
+
 @dataclass(frozen=True)
 class Perplexity:
     """The quality of a model's predictions of a text, also compared with the float model.

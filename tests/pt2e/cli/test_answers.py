@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from pt2mx.pt2e.cli.answers import count_same, settled, until_end, until_stop
+from pt2mx.pt2e.cli.answers import count_same, settled, until_end
+from pt2mx.pt2e.language.texts import until_stop
 from tests.language_models import transformers
 
 

@@ -96,14 +96,6 @@ def test_continuations(model, batch_size):
     assert continuations(model, prompts, [stop], 8, batch_size) == [text.partition(stop)[0] for text in expected]
 
 
-@pytest.mark.parametrize(
-    ("stops", "text"),
-    [(["cd", "b"], "a"), (["b", "cd"], "a"), (["bcd"], "a"), (["ab"], ""), (["x"], "abcd"), ([], "abcd")],
-)
-def test_the_first_stop_string_ends_a_text(stops, text):
-    assert scoring._before("abcd", stops) == text
-
-
 def test_a_stop_string_in_the_prompt_ends_no_text(model):
     prompt = model.tokenizer("a stop, a")["input_ids"]
     text = continuations(model, [prompt], length=6)

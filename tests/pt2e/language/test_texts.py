@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pt2mx import MXError
-from pt2mx.pt2e.language.texts import BLOCK, blocks, built_in_text, perplexity, read_text
+from pt2mx.pt2e.language.texts import BLOCK, blocks, built_in_text, perplexity, read_text, until_stop
 from tests.language_models import tokenizer_of_bytes
 
 
@@ -74,3 +74,11 @@ def test_what_is_no_text(tmp_path):
     ]:
         with pytest.raises(MXError, match=text):
             call()
+
+
+@pytest.mark.parametrize(
+    ("stops", "text"),
+    [(["cd", "b"], "a"), (["b", "cd"], "a"), (["bcd"], "a"), (["ab"], ""), (["x"], "abcd"), ([], "abcd")],
+)
+def test_the_first_stop_string_ends_a_text(stops, text):
+    assert until_stop("abcd", stops) == text
