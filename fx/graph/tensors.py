@@ -251,7 +251,7 @@ def move_to_device(model: GraphModule, device: torch.device | str) -> GraphModul
     for graph in graph_modules(model):
         for node in graph.graph.find_nodes(op="call_function", target=torch.ops.higher_order.wrap_with_autocast):
             node.args = (device.type, *node.args[1:])
-    return _map_values(model, moved)
+    return map_values(model, moved)
 
 
 def cast_floats(model: GraphModule, dtype: torch.dtype) -> GraphModule:
@@ -274,7 +274,7 @@ def cast_floats(model: GraphModule, dtype: torch.dtype) -> GraphModule:
         for node in graph.graph.nodes:
             if isinstance(node.meta.get("val"), Tensor) and _has_dtype(node.target):
                 node.kwargs = {"dtype": node.meta["val"].dtype, **node.kwargs}
-    return _map_values(model, cast)
+    return map_values(model, cast)
 
 
 def _has_dtype(target: object) -> bool:
@@ -288,9 +288,12 @@ def floats_in(dtype: torch.dtype, tree: T) -> T:
     return pytree.tree_map_only(Tensor, lambda t: t.to(dtype) if t.dtype in _FLOATS else t, tree)
 
 
-def _map_values(model: GraphModule, function: Callable[[Any], Any]) -> GraphModule:
-    """Replace the tensors of a model, and the arguments and `val` meta of its nodes. Changes `model` and returns it."""
-    map_tensors(model, function)
+def map_values(
+    model: GraphModule, function: Callable[[Any], Any], storages: Container[int] | None = None
+) -> GraphModule:
+    """Replace the tensors of a model, those that `map_tensors` does, and the arguments and `val` meta of all nodes.
+    Changes `model` and returns it."""
+    map_tensors(model, function, storages)
     for graph in graph_modules(model):
         for node in graph.graph.nodes:
             node.args, node.kwargs = map_aggregate(node.args, function), map_aggregate(node.kwargs, function)

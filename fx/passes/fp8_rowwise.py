@@ -25,10 +25,9 @@ from pt2mx.fx.graph.node import (
 )
 from pt2mx.fx.graph.tensors import replace_node
 from pt2mx.fx.passes.fuse_activation_quantize import activation_before, norm_before
-from pt2mx.kernels.constants import BLOCK
+from pt2mx.fx.passes.scaled_mm import sizes_in_blocks
 from pt2mx.kernels.fp8_rowwise import ROOMS, of_packed
 from pt2mx.kernels.select import supports
-from pt2mx.modes import ROUNDINGS
 from pt2mx.ops.fp8_rowwise import LayerNormFP8Rows, MmFP8Rows, QuantizeFP8Rows
 
 #: fewest rows of x, and fewest values of a weight, for which FP8 is faster than bfloat16. Time relative to bfloat16 on
@@ -74,22 +73,14 @@ def use_fp8_rowwise(model: GraphModule) -> None:
 
 def _is_faster_in_fp8(node: Node, call: LinearMX, quantization: FakeQuantize) -> bool:
     """Return whether the GPU has FP8 tensor cores that support a matmul, and they are faster."""
-    value, x, weight = value_of(node), shape_of(call.x), shape_of(call.codes)
-    if value is None or x is None or weight is None or value.dtype != torch.bfloat16 or call.target_dtype is not None:
+    value, x, sizes = value_of(node), shape_of(call.x), sizes_in_blocks(quantization, call)
+    if value is None or x is None or sizes is None or value.dtype != torch.bfloat16 or call.target_dtype is not None:
         return False
-    if call.rotation or not {quantization.spec.element.name, call.spec.element.name} <= ROOMS.keys():
+    if not {quantization.spec.element.name, call.spec.element.name} <= ROOMS.keys():
         return False
-    if not (quantization.spec.has_plain_scale and call.spec.has_plain_scale):
-        return False
-    if not quantization.spec.block_size == call.spec.block_size == BLOCK:
-        return False
-    if quantization.spec.axis not in (-1, len(x) - 1) or ROUNDINGS[quantization.spec.rounding].random:
-        return False
-    (*rows, k), n = x, weight[0]
-    if not isinstance(k, int) or k % BLOCK or not isinstance(n, int) or n % 16:
-        return False
+    rows = x[:-1]
     known = all(isinstance(r, int) for r in rows)
-    if k * n < _LEAST_WEIGHT or (known and math.prod(r for r in rows if isinstance(r, int)) < _LEAST_ROWS):
+    if math.prod(sizes) < _LEAST_WEIGHT or (known and math.prod(r for r in rows if isinstance(r, int)) < _LEAST_ROWS):
         return False
     return supports("multiply FP8 rows", value)
 

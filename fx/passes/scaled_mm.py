@@ -26,7 +26,7 @@ from pt2mx.fx.graph.qdq import quantize_of
 from pt2mx.fx.graph.tensors import erase_unused, replace_node
 from pt2mx.fx.passes.fold_weights import fold_constant
 from pt2mx.kernels.constants import BLOCK
-from pt2mx.kernels.scaled_mm import FORMS, Form
+from pt2mx.kernels.scaled_mm import FORMS
 from pt2mx.kernels.select import supports
 from pt2mx.modes import ROUNDINGS
 from pt2mx.ops.scaled_mm import ScaledMM, swizzle_scale
@@ -50,8 +50,7 @@ def use_scaled_mm(model: GraphModule) -> None:
     scales: dict[object, Node] = {}
     for node, call in LinearMX.calls_in(model.graph):
         quantization = _quantization(call.x)
-        form = None if quantization is None or call.rotation else _form(quantization, call)
-        if quantization is None or form is None or not _runs_on_mx_cores(node, call, form):
+        if quantization is None or not _runs_on_mx_cores(node, quantization, call):
             continue
         if not written.isdisjoint((call.codes, call.scale)):
             continue
@@ -79,30 +78,28 @@ def use_scaled_mm(model: GraphModule) -> None:
             erase_unused(swizzled)
 
 
-def _runs_on_mx_cores(node: Node, call: LinearMX, form: Form) -> bool:
-    """Return whether the GPU has MX tensor cores that support the dtypes and sizes of a matmul."""
-    value, x, weight = value_of(node), shape_of(call.x), shape_of(call.codes)
-    if value is None or x is None or weight is None or value.dtype not in form.results:
-        return False
-    k, rows = x[-1], weight[0]
-    if not isinstance(k, int) or k % BLOCK or not isinstance(rows, int) or rows % 16:
+def _runs_on_mx_cores(node: Node, quantization: Quantize | FakeQuantize, call: LinearMX) -> bool:
+    """Return whether the GPU has MX tensor cores that support the elements, dtypes and sizes of a matmul."""
+    value, form = value_of(node), FORMS.get((quantization.spec.element.name, call.spec.element.name))
+    if value is None or form is None or value.dtype not in form.results or sizes_in_blocks(quantization, call) is None:
         return False
     return supports("multiply MX on tensor cores", value, form)
 
 
-def _form(quantization: Quantize | FakeQuantize, call: LinearMX) -> Form | None:
-    """Return the form in which tensor cores multiply a quantized x with a weight; None if they do not support
-    it."""
-    shape = shape_of(call.x)
-    if shape is None or not call.spec.block_size == quantization.spec.block_size == BLOCK:
+def sizes_in_blocks(quantization: Quantize | FakeQuantize, call: LinearMX) -> tuple[int, int] | None:
+    """Return the K and N of a matmul whose quantized x and weight both have plain scales of 32 values along K, in sizes
+    that tensor cores take; None for another one."""
+    x, weight = shape_of(call.x), shape_of(call.codes)
+    if x is None or weight is None or call.rotation or quantization.spec.axis not in (-1, len(x) - 1):
         return None
-    if not (quantization.spec.has_plain_scale and call.spec.has_plain_scale):
+    if not all(spec.has_plain_scale and spec.block_size == BLOCK for spec in (quantization.spec, call.spec)):
         return None
     if ROUNDINGS[quantization.spec.rounding].random:
         return None  # stochastic rounding must not draw twice, for other users and here
-    if quantization.spec.axis not in (-1, len(shape) - 1):
+    k, n = x[-1], weight[0]
+    if not isinstance(k, int) or k % BLOCK or not isinstance(n, int) or n % 16:
         return None
-    return FORMS.get((quantization.spec.element.name, call.spec.element.name))
+    return k, n
 
 
 def _quantization(x: Node) -> Quantize | FakeQuantize | None:

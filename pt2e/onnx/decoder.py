@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.export import Dim
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
 from pt2mx import ops
@@ -21,7 +20,7 @@ from pt2mx.errors import MXError
 from pt2mx.fx.graph.aliasing import storage_of
 from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.node import args_of, tensor_of
-from pt2mx.fx.graph.tensors import copy_sharing_tensors, map_tensors, move_to_device, storages_of
+from pt2mx.fx.graph.tensors import copy_sharing_tensors, map_values, move_to_device, storages_of
 from pt2mx.pt2e.language.arguments import LONGEST_TEXT
 from pt2mx.pt2e.language.signature import free_inputs, set_inputs
 from pt2mx.pt2e.language.tensor_parallel import is_shard
@@ -125,9 +124,8 @@ def _check(model: Any) -> None:
 
 def _compute_in_float32(model: GraphModule) -> None:
     """Make all tensors of 16 bits float32, but the scales of weights. Changes `model`."""
-    graphs = list(graph_modules(model))
     packed = set()
-    for each in graphs:
+    for each in graph_modules(model):
         for node in each.graph.find_nodes(op="call_function", target=ops.dequantize_mx):
             packed |= {storage_of(tensor_of(each, n)) for n in node.all_input_nodes if n.op == "get_attr"}
 
@@ -136,13 +134,7 @@ def _compute_in_float32(model: GraphModule) -> None:
             return value.float() if value.dtype in _HALF else value
         return torch.float32 if isinstance(value, torch.dtype) and value in _HALF else value
 
-    map_tensors(model, widened, storages_of(model) - packed)
-    for each in graphs:
-        for node in each.graph.nodes:
-            node.args, node.kwargs = map_aggregate(node.args, widened), map_aggregate(node.kwargs, widened)
-            if "val" in node.meta:
-                node.meta["val"] = map_aggregate(node.meta["val"], widened)
-        each.recompile()
+    map_values(model, widened, storages_of(model) - packed)
 
 
 def _return_the_cache(model: GraphModule, longest: int | None) -> None:
