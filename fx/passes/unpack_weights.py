@@ -48,7 +48,7 @@ def unpack_weights(model: GraphModule) -> None:
 def use_plain_matmul(model: GraphModule, packed: Node, call: LinearMX, k: int) -> Node:
     """Replace a `linear_mx`, whose x is (..., k), and return the node of its dequantized weight."""
     if _is_of_tensor_cores(packed, call):
-        return _use_tensor_cores(model, packed, call, k)
+        return _use_tensor_cores(packed, call, k)
     weight = insert_call(packed, call.dequantization(value_of(packed).dtype, k))
     x = call.x
     if call.rotation:
@@ -70,7 +70,7 @@ def _is_of_tensor_cores(packed: Node, call: LinearMX) -> bool:
     return supports("multiply x and weights rounded to bfloat16", value_of(packed))
 
 
-def _use_tensor_cores(model: GraphModule, packed: Node, call: LinearMX, k: int) -> Node:
+def _use_tensor_cores(packed: Node, call: LinearMX, k: int) -> Node:
     """Replace a `linear_mx` by a bfloat16 matmul with a float32 result, and return the node of its dequantized
     weight."""
     weight = insert_call(packed, call.dequantization(torch.bfloat16, k))

@@ -123,7 +123,7 @@ def build_tensors(
 ) -> Parts:
     """Return the tensors of `build_contents`, and the modules with weights."""
     users = weight_users(graph)
-    prefix = _prefix(graph, users, model)
+    prefix = _prefix(users, model)
     packed = _packed(users, model, prefix)
     _check_dtypes(graph, layout)
     dtype, changes = _dtype(graph), []
@@ -142,7 +142,7 @@ def build_tensors(
         if user.rotated:
             _check_rotation(name, kinds[name], layout)
     tensors = {**_float_values(graph, users, model, prefix, set(packed)), **values}
-    modules = with_head(_modules(model, kinds, stored), model)
+    modules = with_head(_modules(kinds, stored), model)
     check_compatibility(layout, modules, model)
     tied = getattr(model, "all_tied_weights_keys", None) or {}
     # transformers ties no codes, and then no bias either
@@ -156,7 +156,7 @@ def build_tensors(
     return Parts({**floats, **_packed_tensors(model, stored, layout)}, modules, unties, changes)
 
 
-def _prefix(graph: GraphModule, users: list[WeightUser], model: PreTrainedModel) -> str:
+def _prefix(users: list[WeightUser], model: PreTrainedModel) -> str:
     """Return the prefix of the float model's names in the graph, from a module around the model; "" without one."""
     if not users:
         raise MXError("no weight of the converted model is packed: convert it with fold_quantize=True")
@@ -311,7 +311,7 @@ def _are_equal(names: set[str], tensors: dict[str, Tensor]) -> bool:
     return all(torch.equal(value, values[0]) for value in values[1:])
 
 
-def _modules(model: PreTrainedModel, kinds: dict[str, str], packed: dict[str, WeightUser]) -> dict[str, Module]:
+def _modules(kinds: dict[str, str], packed: dict[str, WeightUser]) -> dict[str, Module]:
     """Return each module that has a weight, with its scheme."""
     modules: dict[str, Module] = {}
     for name, kind in kinds.items():
