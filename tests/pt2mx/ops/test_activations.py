@@ -11,6 +11,7 @@ from pt2mx import MXError, fake_quantize_mx
 from pt2mx.kernels.fp8_rowwise import ACTIVATIONS
 from pt2mx.ops.activations import activation_fake_quantize_mx, layer_norm_fake_quantize_mx
 from tests.compare import same
+from tests.threads import on_threads
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -75,15 +76,13 @@ def test_a_residual_of_another_dtype():
 
 
 def test_threads_do_not_change_bits():
-    x, threads, results = torch.randn(900, 320), torch.get_num_threads(), []
-    try:
-        for count in (1, 2):
-            torch.set_num_threads(count)
-            norm = layer_norm_fake_quantize_mx(x, x, x[0], x[1], 1e-5, "int8", 32, "floor", "even")
-            results.append([*norm, activation_fake_quantize_mx(x, "gelu", "int8", 32, "floor", "even")])
-    finally:
-        torch.set_num_threads(threads)
-    assert all(map(torch.equal, *results))
+    x = torch.randn(900, 320)
+
+    def results():
+        norm = layer_norm_fake_quantize_mx(x, x, x[0], x[1], 1e-5, "int8", 32, "floor", "even")
+        return *norm, activation_fake_quantize_mx(x, "gelu", "int8", 32, "floor", "even")
+
+    assert all(map(torch.equal, *on_threads(results, 1, 2)))
 
 
 @pytest.mark.compiled

@@ -11,6 +11,7 @@ from pt2mx.kernels.cpu import attention as cpu_attention
 from pt2mx.ops.attention import AttentionMX, attention_mx
 from pt2mx.ops.decoding import decoding_attention_mx
 from tests.attention import close, packed
+from tests.threads import on_threads
 
 
 @pytest.fixture(params=["matrix instructions", "fp32 vectors"])
@@ -84,13 +85,7 @@ def test_the_scale_and_large_scores():
 
 def test_two_threads_give_the_bits_of_one():
     args, _ = packed("fp8_e4m3", torch.bfloat16)
-    threads = torch.get_num_threads()
-    results = []
-    for number in (1, 2):
-        torch.set_num_threads(number)
-        results.append(attention_mx(*args))
-    torch.set_num_threads(threads)
-    assert torch.equal(*results)
+    assert torch.equal(*on_threads(lambda: attention_mx(*args), 1, 2))
 
 
 @pytest.mark.compiled

@@ -8,6 +8,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from pt2mx import MXError
 from pt2mx.ops.cache import store_mx
 from pt2mx.ops.quantization import quantize_mx
+from tests.threads import on_threads
 
 MODES = "fp8_e4m3", 32, "floor", "even"
 
@@ -64,10 +65,7 @@ def test_many_tokens_on_two_threads():
     slots = torch.randperm(600, generator=torch.Generator().manual_seed(0))
     key, value = (x[:, :, :1].expand(-1, -1, 600, -1) * torch.arange(600)[:, None] for x in (key, value))
     cache = [tensor.new_zeros(2, 3, 600, tensor.shape[3]) for tensor in cache]
-    threads = torch.get_num_threads()
-    torch.set_num_threads(2)
-    got = store(key, value, cache, slots)
-    torch.set_num_threads(threads)
+    (got,) = on_threads(lambda: store(key, value, cache, slots), 2)
     assert all(map(torch.equal, got, written(key, value, cache, slots)))
 
 

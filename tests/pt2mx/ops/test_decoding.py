@@ -12,6 +12,7 @@ from pt2mx.ops.attention import attention_mx
 from pt2mx.ops.decoding import decoding_attention, decoding_attention_mx, normed_linear_mx, residual_linear_mx, stored
 from tests.attention import packed
 from tests.operators import opchecks
+from tests.threads import on_threads
 
 N, K = 48, 72
 
@@ -162,12 +163,9 @@ def test_attention_on_the_cpu(dtype, heads, key_heads, width, value_width):
     got = decoding_attention(query, keys, values, mask, 0.3, None)
     error = {torch.float32: 1e-6, torch.float16: 2**-10, torch.bfloat16: 2**-8}[dtype]
     assert got.dtype == dtype and (got.float() - want).norm() <= error * want.norm()
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(3)
-        assert torch.equal(decoding_attention(query, keys, values, mask.expand(-1, heads, -1, -1), 0.3, None), got)
-    finally:
-        torch.set_num_threads(threads)
+    of_heads = mask.expand(-1, heads, -1, -1)
+    (again,) = on_threads(lambda: decoding_attention(query, keys, values, of_heads, 0.3, None), 3)
+    assert torch.equal(again, got)
     assert not decoding_attention(query, keys, values, torch.zeros_like(mask), 0.3, None).any()
 
 

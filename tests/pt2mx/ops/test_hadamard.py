@@ -11,6 +11,7 @@ from tests.compare import same
 from tests.cpu_kernels import DTYPES
 from tests.oracle import modes_of
 from tests.random_values import random_values
+from tests.threads import on_threads
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -119,14 +120,8 @@ def test_quantized_every_rounding(rounding):
 
 
 def test_quantized_threads_do_not_change_bits():
-    x, threads, results = torch.randn(900, 320), torch.get_num_threads(), []
-    try:
-        for count in (1, 2):
-            torch.set_num_threads(count)
-            results.append(rotated_fake_quantize_mx(x, 32, "fp4_e2m1", 32, "floor", "even"))
-    finally:
-        torch.set_num_threads(threads)
-    assert torch.equal(*results)
+    x = torch.randn(900, 320)
+    assert torch.equal(*on_threads(lambda: rotated_fake_quantize_mx(x, 32, "fp4_e2m1", 32, "floor", "even"), 1, 2))
 
 
 @pytest.mark.compiled

@@ -7,6 +7,7 @@ import torch
 
 import pt2mx
 from pt2mx.kernels.accumulated_matmul import matmul
+from tests.threads import on_threads
 
 ACCUMULATORS = (
     *("float32{32}", "float32{1}", "bfloat16", "bfloat16{1}", "bfloat16{32,128}", "float16{5,35}", "fixed(8,8)"),
@@ -65,9 +66,4 @@ def test_narrow_inputs_of_any_strides(dtype):
 
 def test_threads_change_nothing():
     x, other = torch.randn(130, 64), torch.randn(64, 40)
-    threads, results = torch.get_num_threads(), []
-    for count in (1, 2):
-        torch.set_num_threads(count)
-        results.append(torch.ops.pt2mx.matmul_accumulated(x, other, None, "bfloat16"))
-    torch.set_num_threads(threads)
-    assert torch.equal(*results)
+    assert torch.equal(*on_threads(lambda: torch.ops.pt2mx.matmul_accumulated(x, other, None, "bfloat16"), 1, 2))

@@ -9,6 +9,7 @@ from pt2mx.kernels.cpu import bf16_matmul
 from pt2mx.kernels.cpu.linear import AMX, AVX512_BF16
 from tests.compare import relative_error, same
 from tests.kernel_calls import ByArguments
+from tests.threads import on_threads
 
 kernels = ByArguments(bf16_matmul)
 pytestmark = pytest.mark.skipif(not bf16_matmul.bf16_isa(), reason="no bfloat16 instructions")
@@ -64,13 +65,13 @@ def test_bits_do_not_depend_on_threads_or_other_rows(unit):
     x, y = values(1000, 500), values(500, 300)
     query, key, value = values(2, 2, 300, 64), values(2, 2, 1500, 64), values(2, 2, 1500, 40)
     want = kernels.matmul(x, y), kernels.attention(query, key, value, None, False, None)
-    before = torch.get_num_threads()
-    for threads in (1, 3, before):
-        torch.set_num_threads(threads)
+
+    def check_parts():
         assert torch.equal(kernels.matmul(x[100:200], y), want[0][100:200])
         part = kernels.attention(query[:1, :, 40:140], key[:1], value[:1], None, False, None)
         assert torch.equal(part, want[1][:1, :, 40:140])
-    torch.set_num_threads(before)
+
+    on_threads(check_parts, 1, 3, torch.get_num_threads())
     assert all(torch.equal(kernels.matmul(x, y), want[0]) for _ in range(9))
 
 

@@ -11,6 +11,7 @@ from pt2mx.ops.convolution import Conv2dMX
 from tests import kernel_calls
 from tests.compare import relative_error
 from tests.kernel_calls import selected
+from tests.threads import on_threads
 
 ISAS = {"amx": linear.AMX, "int8": linear.INT8, "bf16": linear.AVX512_BF16, "none": 0}
 #: kernel, stride, padding, dilation, size of an image
@@ -198,11 +199,6 @@ def test_strided_operands(isa):
 @pytest.mark.parametrize("name", ["int8", "fp8_e4m3"])
 def test_same_bits_in_every_run_with_any_threads(isa, name):
     x, (data, scale, spec) = quantized((3, 10, 10, 64), name), packed(70, (3, 3), 64, name)
-    threads, results = torch.get_num_threads(), []
-    try:
-        for run in range(10):
-            torch.set_num_threads(1 + run % 2)
-            results.append(selected.conv2d(x, data, scale, None, spec, (1, 1), (1, 1), (1, 1), torch.float32))
-    finally:
-        torch.set_num_threads(threads)
+    args = x, data, scale, None, spec, (1, 1), (1, 1), (1, 1), torch.float32
+    results = on_threads(lambda: selected.conv2d(*args), *[1, 2] * 5)
     assert all(torch.equal(results[0], y) for y in results)

@@ -15,6 +15,7 @@ from pt2mx.kernels.float_scales import multiplier_of
 from pt2mx.modes import ROUNDINGS
 from tests.cpu_kernels import DTYPES, assert_same
 from tests.float_scale_operators import NAMES
+from tests.threads import on_threads
 
 NARROW = [name for name, element in ELEMENTS.items() if not element.is_wide]
 SHAPES = [(70,), (3, 70), (0, 4), (4, 0), (2, 40, 5), (1, 1), (7, 33, 1), (600, 129), (5, 20_000)]
@@ -75,14 +76,8 @@ def test_views():
 
 
 def test_the_sums_do_not_depend_on_the_number_of_threads():
-    x, threads = values(300, 1000), torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        one = quantization_sums(x, MXSpec("fp4_e2m1", 32))
-        torch.set_num_threads(3)
-        three = quantization_sums(x, MXSpec("fp4_e2m1", 32))
-    finally:
-        torch.set_num_threads(threads)
+    x = values(300, 1000)
+    one, three = on_threads(lambda: quantization_sums(x, MXSpec("fp4_e2m1", 32)), 1, 3)
     assert all(torch.equal(one[name], three[name]) for name in one)
 
 

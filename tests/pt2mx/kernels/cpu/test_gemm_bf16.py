@@ -16,6 +16,7 @@ from pt2mx.kernels.packing import packed_length
 from pt2mx.ops.linear import LinearMX
 from tests.compare import relative_error
 from tests.cpu_kernels import linear
+from tests.threads import on_threads
 
 
 @pytest.fixture(params=["first", "without AMX", "AVX512_BF16"])
@@ -62,13 +63,7 @@ def test_a_row_does_not_depend_on_the_others(isa, name):
     """Nor on how rows and columns are distributed to threads."""
     x, data, scale, spec, _ = operands(400, 300, 1600, name)
     want = linear(x, data, scale, None, spec, dtype=torch.float32)
-    for threads in (1, 3):
-        before = torch.get_num_threads()
-        torch.set_num_threads(threads)
-        try:
-            again = linear(x[100:300], data, scale, None, spec, dtype=torch.float32)
-        finally:
-            torch.set_num_threads(before)
+    for again in on_threads(lambda: linear(x[100:300], data, scale, None, spec, dtype=torch.float32), 1, 3):
         assert torch.equal(again, want[100:300])
 
 

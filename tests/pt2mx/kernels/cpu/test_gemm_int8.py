@@ -12,6 +12,7 @@ from pt2mx.kernels.packing import pack
 from pt2mx.ops.linear import LinearMX
 from tests.compare import relative_error, same
 from tests.cpu_kernels import linear, of_capability
+from tests.threads import on_threads
 
 NAMES = ("int8", "int8_full", "fp4_e2m1", "fp6_e2m3", "int4")
 
@@ -173,13 +174,7 @@ def test_a_scale_of_nan(dense_calls):
 @pytest.mark.parametrize("rows", [6, 40])
 def test_any_number_of_threads(dense_calls, rows):
     x, w = quantized(rows, 1000, "fp6_e2m3"), weight(500, 1000, "fp4_e2m1")
-    before, results = torch.get_num_threads(), []
-    for threads in (1, 2, 5):
-        torch.set_num_threads(threads)
-        try:
-            results += [multiplied(x, w)[0] for _ in range(4)]
-        finally:
-            torch.set_num_threads(before)
+    results = on_threads(lambda: multiplied(x, w)[0], *[1] * 4, *[2] * 4, *[5] * 4)
     same_bits = all(torch.equal(result, results[0]) for result in results[1:])
     assert same_bits or (dense_calls and not has_int8())  # torch's matmul depends on the number of threads
 

@@ -10,6 +10,7 @@ from pt2mx.kernels.cpu import quantize
 from tests.cpu_kernels import DTYPES, assert_same
 from tests.kernel_calls import ByArguments
 from tests.random_values import random_values
+from tests.threads import on_threads
 
 SHAPES = [
     ((3, 5, 128), 2), ((7, 96), 1), ((1, 8192), 1), ((64, 3), 0), ((2, 256, 70), 1), ((1024, 9), 0), ((32,), 0),
@@ -49,14 +50,8 @@ def test_rotated_and_quantized(dtype):
 
 @pytest.mark.parametrize("axis", [0, 1])
 def test_threads_do_not_change_bits(axis):
-    x, threads, results = torch.randn(512, 640), torch.get_num_threads(), []
-    try:
-        for count in (1, 2):
-            torch.set_num_threads(count)
-            results.append(cpu.rotate(x, 32, axis))
-    finally:
-        torch.set_num_threads(threads)
-    assert torch.equal(*results)
+    x = torch.randn(512, 640)
+    assert torch.equal(*on_threads(lambda: cpu.rotate(x, 32, axis), 1, 2))
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from tests.compare import relative_error
 from tests.cpu_kernels import DTYPES, linear, of_capability
 from tests.kernel_calls import ByArguments
 from tests.oracle import NARROW
+from tests.threads import on_threads
 
 
 def packed(n: int, k: int, name: str, block: int) -> tuple[Tensor, Tensor, MXSpec]:
@@ -206,17 +207,10 @@ for rows in (1, 3, 8):
 @pytest.mark.parametrize("name", ["fp4_e2m1", "fp8_e4m3", "fp6_e2m3", "int8", "int5"])
 def test_same_bits_in_every_run_with_any_threads(name):
     data, scale, spec = packed(515, 300, name, 32)
-    threads = torch.get_num_threads()
-    try:
-        for rows in (1, 3, 20, 100):
-            x = torch.randn(rows, 300).bfloat16()
-            results = []
-            for run in range(10):
-                torch.set_num_threads(1 + run % 2)
-                results.append(linear(x, data, scale, None, spec))
-            assert all(torch.equal(results[0], y) for y in results)
-    finally:
-        torch.set_num_threads(threads)
+    for rows in (1, 3, 20, 100):
+        x = torch.randn(rows, 300).bfloat16()
+        results = on_threads(lambda x=x: linear(x, data, scale, None, spec), *[1, 2] * 5)
+        assert all(torch.equal(results[0], y) for y in results)
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -12,6 +12,7 @@ from pt2mx.kernels.packing import packed_length
 from tests.compare import relative_error
 from tests.cpu_kernels import DTYPES
 from tests.kernel_calls import ByArguments
+from tests.threads import on_threads
 
 kernels = ByArguments(cpu_linear)
 NVFP4 = parse("nvfp4", axis=1)
@@ -110,16 +111,10 @@ def test_values_too_large_without_the_scale_of_the_tensor():
 
 def test_same_bits_with_any_threads():
     data, scale, t, _ = packed(515, 300, NVFP4)
-    threads = torch.get_num_threads()
-    try:
-        for rows in (1, 3, 20, 100):
-            x, results = torch.randn(rows, 300).bfloat16(), []
-            for run in range(4):
-                torch.set_num_threads(1 + run % 2)
-                results.append(kernels.linear(x, data, scale, None, NVFP4, tensor_scale=t))
-            assert all(y is None or torch.equal(results[0], y) for y in results)
-    finally:
-        torch.set_num_threads(threads)
+    for rows in (1, 3, 20, 100):
+        x = torch.randn(rows, 300).bfloat16()
+        results = on_threads(lambda x=x: kernels.linear(x, data, scale, None, NVFP4, tensor_scale=t), 1, 2, 1, 2)
+        assert all(y is None or torch.equal(results[0], y) for y in results)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -2,6 +2,7 @@
 
 import ctypes
 import platform
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from pt2mx.kernels.cpu import linear as cpu_linear
 from pt2mx.kernels.packing import pack
 from tests.compare import relative_error
 from tests.cpu_kernels import DTYPES, linear, of_capability
+from tests.threads import on_threads
 
 NAMES = ("fp4_e2m1", "fp4_e3m0", "int4", "int4_full", "fp6_e2m3", "int8", "int8_full")
 AMX = cpu_linear.TDPBSSD | cpu_linear.VPDPBUSD  # with the instruction for fewer rows
@@ -228,16 +230,12 @@ def test_values_without_a_code_use_another_kernel(value, with_isa):
 
 @pytest.mark.parametrize("name", ["fp4_e2m1", "fp6_e2m3", "int8"])
 def test_same_bits_in_every_run_with_any_threads(name, with_isa):
-    w, threads = weight(515, 1100, name), torch.get_num_threads()
-    try:
-        for rows in (1, 5, 16):
-            want = expected(x := quantized(rows, 1100), *w)
-            for bit in available(name, rows):
-                for run in range(10):
-                    torch.set_num_threads(1 + run % 3)
-                    assert torch.equal(with_isa(bit, x, *w[:2], None, w[2]), want)
-    finally:
-        torch.set_num_threads(threads)
+    w = weight(515, 1100, name)
+    for rows in (1, 5, 16):
+        want = expected(x := quantized(rows, 1100), *w)
+        for bit in available(name, rows):
+            call = partial(with_isa, bit, x, *w[:2], None, w[2])
+            assert all(torch.equal(y, want) for y in on_threads(call, *[1, 2, 3] * 3, 1))
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from pt2mx import MXSpec, ops
 from tests.cpu_kernels import DTYPES, linear
+from tests.threads import on_threads
 
 
 @pytest.mark.parametrize("rows", [1, 3, 9])
@@ -28,7 +29,7 @@ def test_reads_nothing_past_a_tensor(name: str, rows: int, before_guard_page: Ca
 def test_extreme_scales_and_threads(byte: int, rows: int) -> None:
     """Rows of the weight with an extreme scale are multiplied otherwise; their neighbors are not, whichever thread
     multiplies them."""
-    x, threads = torch.randn(rows, 2048), torch.get_num_threads()
+    x = torch.randn(rows, 2048)
     scale, data = ops.quantize_mx(torch.randn(517, 2048), "fp4_e2m1", 32, -1, "floor", "even")
     spec = MXSpec("fp4_e2m1", 32, 1)
     usual = linear(x, data, scale, None, spec)
@@ -36,13 +37,7 @@ def test_extreme_scales_and_threads(byte: int, rows: int) -> None:
     in_tile = torch.zeros(517, dtype=torch.bool)  # of four rows, which have one kernel
     for row in range(13, 517, 90):
         in_tile[row // 4 * 4 : row // 4 * 4 + 4] = True
-    results = []
-    try:
-        for count in (1, 2, 3, 5):
-            torch.set_num_threads(count)
-            results.append(linear(x, data, scale, None, spec))
-    finally:
-        torch.set_num_threads(threads)
+    results = on_threads(lambda: linear(x, data, scale, None, spec), 1, 2, 3, 5)
     for y in results:
         assert torch.equal(y.nan_to_num(), results[0].nan_to_num())
         assert torch.equal(y[:, ~in_tile], usual[:, ~in_tile])

@@ -19,6 +19,7 @@ from pt2mx.ops.attention import attention_mx
 from pt2mx.ops.decoding import decoding_attention
 from pt2mx.ops.linear import linear_mx
 from tests.cpu_kernels import DTYPES
+from tests.threads import on_threads
 
 
 def packed(n: int, k: int, element: str, block: int = 32) -> tuple[Tensor, Tensor]:
@@ -165,21 +166,16 @@ def test_without_the_library(monkeypatch):
 def test_another_number_of_threads_and_threads_of_the_caller():
     xs, weight = torch.randn(8, 16, 256).bfloat16(), packed(512, 256, "fp4_e2m1")
     expected = [linear_mx(x, *weight, None, "fp4_e2m1", 32, 0) for x in xs]
-    call, threads = (
-        PreparedLinear((16, 256), *shapes(*weight), xs.dtype, xs.dtype, "fp4_e2m1", 32, 0),
-        torch.get_num_threads(),
-    )
+    call = PreparedLinear((16, 256), *shapes(*weight), xs.dtype, xs.dtype, "fp4_e2m1", 32, 0)
 
     def run(i: int) -> Tensor:
         out = torch.empty(16, 512, dtype=xs.dtype)
         call(xs[i], *weight, out=out)
         return out
 
-    try:
-        for count in (1, 3):
-            torch.set_num_threads(count)
-            assert all(map(torch.equal, map(run, range(8)), expected))
-            with ThreadPoolExecutor(4) as pool:
-                assert all(map(torch.equal, pool.map(run, [*range(8)] * 8), expected * 8))
-    finally:
-        torch.set_num_threads(threads)
+    def check() -> None:
+        assert all(map(torch.equal, map(run, range(8)), expected))
+        with ThreadPoolExecutor(4) as pool:
+            assert all(map(torch.equal, pool.map(run, [*range(8)] * 8), expected * 8))
+
+    on_threads(check, 1, 3)

@@ -24,6 +24,7 @@ from tests.cpu_kernels import (
 from tests.kernel_calls import selected
 from tests.oracle import NARROW
 from tests.random_values import random_values
+from tests.threads import on_threads
 
 
 @pytest.mark.compiled_cases("fp5_*", "fp7_*", "int5*", "int7*", "fp?_e1m?", "int3*", "int6*", "fp8_e6m1", "fp4_e3m0")
@@ -108,15 +109,12 @@ def test_not_finite_blocks():
 @pytest.mark.parametrize("axis", [0, 1])
 def test_threads_do_not_change_bits(axis, rounding):
     x, spec, seed = torch.randn(700, 700), MXSpec("fp6_e3m2", 32, axis, rounding=rounding), torch.tensor(5)
-    threads, results = torch.get_num_threads(), []
-    try:
-        for count in (1, 2):
-            torch.set_num_threads(count)
-            results.append((*cpu.quantize(x, spec, seed), cpu.fake_quantize(x, spec, seed)))
-            assert_same(cpu.random_bits(seed, x.shape), random_bits(seed, x.shape), count)
-    finally:
-        torch.set_num_threads(threads)
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+    def results():
+        assert_same(cpu.random_bits(seed, x.shape), random_bits(seed, x.shape), torch.get_num_threads())
+        return *cpu.quantize(x, spec, seed), cpu.fake_quantize(x, spec, seed)
+
+    assert all(map(torch.equal, *on_threads(results, 1, 2)))
 
 
 @pytest.mark.compiled

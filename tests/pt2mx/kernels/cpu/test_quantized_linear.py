@@ -6,6 +6,7 @@ import torch
 from pt2mx import MXSpec, ops
 from pt2mx.kernels.cpu import activations, linear
 from tests.kernel_calls import ByArguments, selected
+from tests.threads import on_threads
 
 ISAS = {"amx": linear.AMX, "int8": linear.INT8, "bf16": linear.AVX512_BF16}
 DTYPES = (torch.float32, torch.bfloat16)
@@ -119,9 +120,5 @@ def test_threads_and_strides_do_not_change_bits():
     x = quantized(2 * 70, 96, "int8").view(70, 2, 96).transpose(0, 1)
     data, scale, spec = packed(64, 96, "int8")
     args = data.t().contiguous().t(), scale, None, spec, torch.float32, "gelu", MXSpec("int8", 32), torch.bfloat16
-    threads, results = torch.get_num_threads(), []
-    for count in (1, 2, 3):
-        torch.set_num_threads(count)
-        results.append(ByArguments(linear).linear_fake_quantize(x, *args))
-    torch.set_num_threads(threads)
+    results = on_threads(lambda: ByArguments(linear).linear_fake_quantize(x, *args), 1, 2, 3)
     assert all(f is None for f in results) or all(torch.equal(f, results[0]) for f in results)

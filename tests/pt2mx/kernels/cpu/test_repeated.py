@@ -11,6 +11,7 @@ import pt2mx
 from pt2mx import MXError
 from pt2mx.kernels.cpu import quantize as cpu_quantize
 from pt2mx.kernels.cpu import repeated
+from tests.threads import on_threads
 
 ROWS = "fp8_e4m3", 32, "floor", "even"
 
@@ -76,13 +77,7 @@ def test_what_differs_is_checked_anew():
 def test_another_number_of_threads_is_another_call():
     x, weight = torch.randn(40, 64), packed(32, 64)
     repeated.forget()
-    threads = torch.get_num_threads()
-    try:
-        for number in (1, 2):
-            torch.set_num_threads(number)
-            torch.ops.pt2mx.linear_mx.default(x, *weight, None, "fp4_e2m1", 32, 0)
-    finally:
-        torch.set_num_threads(threads)
+    on_threads(lambda: torch.ops.pt2mx.linear_mx.default(x, *weight, None, "fp4_e2m1", 32, 0), 1, 2)
     assert len(repeated._calls.get("linear_mx", ())) in (0, 2)  # no matrix instructions: no kernel
 
 

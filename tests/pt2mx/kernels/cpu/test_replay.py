@@ -7,6 +7,7 @@ from torch import Tensor
 from pt2mx import ops
 from pt2mx.kernels.cpu.prepared import PreparedActivation, PreparedAttention, PreparedCall
 from pt2mx.kernels.cpu.replay import Call, OperatorCall, Replay
+from tests.threads import on_threads
 
 OPTIONS = "none", "int8", 32, "even", "even"
 
@@ -36,12 +37,8 @@ def test_kernels_and_operators_in_order(quantize):
 
 def test_another_number_of_threads(quantize):
     x, z, calls = quantize
-    replay, threads = Replay(calls, (x, z)), torch.get_num_threads()
-    try:
-        torch.set_num_threads(threads + 1)
-        assert not replay() and not z.any()
-    finally:
-        torch.set_num_threads(threads)
+    replay = Replay(calls, (x, z))
+    assert on_threads(replay, torch.get_num_threads() + 1) == [False] and not z.any()
     assert replay()
 
 
