@@ -97,14 +97,6 @@ def index_copy_in_no_grad_twice(x):
         x.view(-1).index_copy_(0, torch.arange(256), x.flatten() * 2)
 
 
-def in_cond(x):
-    def double(x):
-        x.mul_(2)
-        return x.sum()
-
-    torch.cond(x.sum() > 1e9, lambda x: x.sum(), double, (x,))
-
-
 #: every way in which a graph can write to a tensor x (4, 64): each doubles it
 WRITES = {
     "in place": lambda x: x.mul_(2),

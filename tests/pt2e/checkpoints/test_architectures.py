@@ -29,11 +29,6 @@ def write_float(config, folder, kind="AutoModelForCausalLM"):
     return folder
 
 
-def load_both(folder):
-    """Return the model as pt2mx and as transformers loads it."""
-    return load_packed_model(folder), transformers.AutoModelForCausalLM.from_pretrained(folder)
-
-
 def quantizer():
     return MXQuantizer().set_module_name_regex(r".*\.experts.*", EXPERTS)
 

@@ -20,8 +20,6 @@ from tests.engines.vllm.expectations import refusals
 from tests.language_models import tiny_decoder, transformers
 
 _IDS = torch.randint(256, (2, 24), generator=torch.Generator().manual_seed(0))
-#: destinations that are a folder or a file of their own
-_CHECKPOINTS = ("vllm", "transformers", "gguf")
 _CELLS = [
     (recipe, destination)
     for recipe in shipped.names()

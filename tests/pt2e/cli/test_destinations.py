@@ -8,8 +8,6 @@ from pt2mx.pt2e.cli.command import main
 from pt2mx.pt2e.models.tokenizers import load_tokenizer
 from tests.language_models import checkpoint, transformers
 
-_TO = ("--output", "b.onnx")
-
 
 @pytest.mark.compiled
 def test_a_decoder_reaches_transformers(tmp_path, monkeypatch, capsys):

@@ -15,7 +15,6 @@ from pt2mx.pt2e.files.card import card, write_card
 from pt2mx.pt2e.files.card_metadata import Origin, known_metadata, metadata_of
 
 BASE = "org/Base-1B"
-READS_SOURCE = {"is_encoder_decoder": True}
 LICENSE = "---\nlicense: apache-2.0\nlanguage:\n- en\nbase_model: org/ancestor\ntags:\n- chat\n---\n# Base\n"
 
 

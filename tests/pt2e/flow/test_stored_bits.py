@@ -7,7 +7,6 @@ import pt2mx
 from pt2mx import MXSpec
 from pt2mx.pt2e.flow.packed_weights import packed_bytes, storage_note
 
-ELEMENTS = ("fp4", "fp6_e3m2", "fp8", "int8", "fp5_e2m2", "int2", "int3", "int4", "int5", "int6", "int7")
 SHORT = "each with a scale and whole bytes of its own"
 SHAPES = ((64, 64), (32, 1, 3, 3), (8, 3, 7, 7), (16, 40), (5, 33), (4, 0))
 

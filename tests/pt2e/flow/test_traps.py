@@ -33,11 +33,6 @@ def pairs(model):
     return [n.meta["mx_spec"] for n in model.graph.find_nodes(op="call_function", target=ops.dequantize_mx)]
 
 
-class Matmul(nn.Module):
-    def forward(self, x, y):
-        return x @ y
-
-
 def test_trap_01_hook():
     """convert calls `convert` of modules that subclass torchao's base classes; others stay call_modules."""
     assert issubclass(MXObserver, ObserverBase) and issubclass(MXFakeQuantize, FakeQuantizeBase)

@@ -23,9 +23,6 @@ def _own_elements():
         yield
 
 
-FLOATS = [name for name in FORMATS if name != "int8"]
-
-
 def bits(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.int32)
 

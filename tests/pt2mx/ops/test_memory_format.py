@@ -24,10 +24,6 @@ def wanted_strides(x):
     return tuple(dense_strides(like.shape, order_in_memory(like)))
 
 
-def without_second_value(x):
-    return [d for d, n in enumerate(x.shape) if n < 2]
-
-
 def test_dense_tensors_have_their_own_strides():
     for x in dense_tensors(1, 2, 3, 4, sizes=(0, 1, 2, 3)):
         assert tuple(dense_strides(x.shape, order_in_memory(x))) == x.stride() == wanted_strides(x)
