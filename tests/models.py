@@ -33,6 +33,21 @@ def chain(**layers: nn.Module) -> nn.Sequential:
     return nn.Sequential(OrderedDict(layers))
 
 
+def tied(model: nn.Module, *layers: str) -> nn.Module:
+    """Return a model after its layers of these names were given the weight of the first of them."""
+    first, *others = map(model.get_submodule, layers)
+    for layer in others:
+        layer.weight = first.weight
+    return model
+
+
+class Residual(nn.Sequential):
+    """Layers in a row, whose result is added to their input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
 class Double(nn.Module):
     """A model with nothing to quantize."""
 
@@ -75,6 +90,16 @@ def exported_conv() -> torch.fx.GraphModule:
     return exported(NormalizedConv().eval(), *IMAGES, dynamic_shapes=BATCH)
 
 
+def projected() -> nn.Module:
+    """Return a layer whose result is multiplied by itself, in blocks along L: (B, L, 40) -> (B, 24, 24)."""
+
+    def forward(self: nn.Module, x: Tensor) -> Tensor:
+        y = self.project(x)
+        return y.transpose(1, 2) @ y
+
+    return module_of(forward, project=nn.Linear(40, 24))
+
+
 class Tied(nn.Module):
     """An embedding tied to the head, projections that share their input, and an untransposed weight."""
 
@@ -106,20 +131,21 @@ class Gated(nn.Module):
         return self.last(torch.relu(self.first(x)) * self.second(x))
 
 
-class _Attention(nn.Module):
-    def __init__(self, width):
+class Attention(nn.Module):
+    def __init__(self, width, heads=4):
         super().__init__()
         self.query, self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(4))
+        self.heads = heads
 
     def forward(self, x):  # (B, S, width)
-        q, k, v = (f(x).unflatten(-1, (4, -1)).transpose(1, 2) for f in (self.query, self.key, self.value))
+        q, k, v = (f(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f in (self.query, self.key, self.value))
         return self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
 class _Layer(nn.Module):
     def __init__(self, width):
         super().__init__()
-        self.attention, self.up, self.down = _Attention(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.attention, self.up, self.down = Attention(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
         self.norm = nn.LayerNorm(width)
 
     def forward(self, x):
@@ -192,13 +218,11 @@ class TwoLayers(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList([Matmuls(), Matmuls()])
+        self.layers = nn.Sequential(Matmuls(), Matmuls())
         self.lm_head = nn.Linear(32, 8)
 
     def forward(self, x: Tensor) -> Tensor:  # (B, S, 32) -> (B, S, 8)
-        for layer in self.layers:
-            x = layer(x)
-        return self.lm_head(x)
+        return self.lm_head(self.layers(x))
 
 
 class Logits(nn.Module):

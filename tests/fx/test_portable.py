@@ -13,6 +13,7 @@ from pt2mx.ops.linear import grouped_linear_mx, linear_mx
 from tests.compare import sqnr
 from tests.flow import WITHOUT_PT2MX, calibrated, convert, exported, reloaded
 from tests.graph import namespaces
+from tests.models import module_of, projected
 from tests.subgraph_models import Cond, X
 
 COMPILED_WITHOUT_PT2MX = """
@@ -129,38 +130,25 @@ def test_a_compiled_model_with_ragged_activations(name, recipe, compiler):
         torch.testing.assert_close(torch.compile(portable)(x), converted(x), rtol=1e-5, atol=1e-5)
 
 
-class Product(nn.Module):
-    def forward(self, a, b):
-        return a @ b
+def product():
+    return module_of(lambda self, a, b: a @ b)
 
 
-class Attention(nn.Module):
+def attention():
     """Attention by its formula, so that the keys' length is reduced."""
-
-    def forward(self, q, k, v):
-        return torch.softmax(q @ k.transpose(-1, -2), -1) @ v
-
-
-class Projected(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.project = nn.Linear(40, 24)
-
-    def forward(self, x):  # (B, L, 40) -> (B, 24, 24)
-        y = self.project(x)
-        return y.transpose(1, 2) @ y
+    return module_of(lambda self, q, k, v: torch.softmax(q @ k.transpose(-1, -2), -1) @ v)
 
 
 DYNAMIC = {
-    "product": (Product, lambda n: (torch.randn(4, n), torch.randn(n, 8)), ({1: 0}, {0: 0})),
-    "attention": (Attention, lambda n: (torch.randn(2, 3, n, 8),) * 3, ({2: 0},) * 3),
+    "product": (product, lambda n: (torch.randn(4, n), torch.randn(n, 8)), ({1: 0}, {0: 0})),
+    "attention": (attention, lambda n: (torch.randn(2, 3, n, 8),) * 3, ({2: 0},) * 3),
     "two lengths": (
-        Attention,
+        attention,
         lambda n: (torch.randn(2, 3, 5 + n, 8), torch.randn(2, 3, n, 8), torch.randn(2, 3, n, 8)),
         ({2: 1}, {2: 0}, {2: 0}),
     ),
-    "projected": (Projected, lambda n: (torch.randn(3, n, 40),), ({1: 0},)),
-    "batch and length": (Projected, lambda n: (torch.randn(n, n + 1, 40),), ({0: 0, 1: 1},)),
+    "projected": (projected, lambda n: (torch.randn(3, n, 40),), ({1: 0},)),
+    "batch and length": (projected, lambda n: (torch.randn(n, n + 1, 40),), ({0: 0, 1: 1},)),
 }
 
 

@@ -7,6 +7,7 @@ from torch import nn
 
 import pt2mx
 from tests.flow import convert
+from tests.models import Residual
 
 WIDTH = 32
 
@@ -35,15 +36,6 @@ class Selected(nn.Module):
         if self.rank:
             return self.layers(x[..., (x[0, 0].flatten()[: x.shape[-1]] > 0).nonzero().squeeze(1)])
         return self.layers(x[:, (x[0, :, 0] > 0).nonzero().squeeze(1)])
-
-
-class Residual(nn.Module):
-    def __init__(self, layers):
-        super().__init__()
-        self.layers = layers
-
-    def forward(self, x):
-        return x + self.layers(x)
 
 
 class Attention(nn.Module):
@@ -80,7 +72,7 @@ LAYERS = {
     "linear": (0, lambda: [nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH)]),
     "attention": (
         0,
-        lambda: [Residual(nn.Sequential(nn.LayerNorm(WIDTH), Attention())), nn.LayerNorm(WIDTH), Attention()],
+        lambda: [Residual(nn.LayerNorm(WIDTH), Attention()), nn.LayerNorm(WIDTH), Attention()],
     ),
 }
 

@@ -16,7 +16,7 @@ from pt2mx.ops.linear import linear_mx
 from tests.every_device import everywhere
 from tests.flow import convert
 from tests.graph import calls
-from tests.models import BATCH, module_of
+from tests.models import BATCH, module_of, tied
 
 
 @pytest.fixture(autouse=True)
@@ -109,17 +109,11 @@ print(torch.equal(torch.export.load('model.pt2').module()(x), want))
 
 
 def test_tied_weights_and_graphs_inside():
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.inner = nn.Linear(64, 64), nn.Linear(64, 64)
-            self.b = nn.Linear(64, 64)
-            self.b.weight = self.a.weight
+    def forward(self, x):
+        return self.a(x), self.b(x), torch.cond(x.sum() > 0, self.inner, lambda x: self.inner(x) + 1, (x,))
 
-        def forward(self, x):
-            return self.a(x), self.b(x), torch.cond(x.sum() > 0, self.inner, lambda x: self.inner(x) + 1, (x,))
-
-    converted, before, x = lowered("mxfp8", "mxfp8", torch.float32, Twice(), (4, 64))
+    model = module_of(forward, **{name: nn.Linear(64, 64) for name in ("a", "inner", "b")})
+    converted, before, x = lowered("mxfp8", "mxfp8", torch.float32, tied(model, "a", "b"), (4, 64))
     after = scaled(before, everywhere(use_scaled_mm))
     assert [counts(graph)[:2] for graph in graph_modules(after)] == [[1, 0], [1, 0], [2, 0]]
     assert sum(name.endswith("_swizzled") for name, _ in after.named_buffers()) == 1

@@ -10,6 +10,7 @@ from pt2mx import MXError, MXQuantizer, get_default_mx_quantization_config
 from pt2mx.fx.targets.table import TARGETS, translate
 from tests.documents import ROOT
 from tests.flow import convert
+from tests.models import chain
 from tests.subgraph_models import Cond, X
 
 #: target -> formats of weights and activations that it has
@@ -25,15 +26,9 @@ OPERATORS = {
 }
 
 
-class Net(nn.Module):
+def net():  # (B, T) -> (B, T, 5)
     """Two linear layers and a table; the rest stays as it is."""
-
-    def __init__(self):
-        super().__init__()
-        self.table, self.up, self.down = nn.Embedding(10, 64), nn.Linear(64, 96), nn.Linear(96, 5)
-
-    def forward(self, ids):  # (B, T) -> (B, T, 5)
-        return self.down(torch.relu(self.up(self.table(ids))))
+    return chain(table=nn.Embedding(10, 64), up=nn.Linear(64, 96), relu=nn.ReLU(), down=nn.Linear(96, 5))
 
 
 IDS = torch.tensor([[1, 2, 3], [4, 5, 9]])
@@ -41,7 +36,7 @@ IDS = torch.tensor([[1, 2, 3], [4, 5, 9]])
 
 def converted(weight, activation=None, model=None, inputs=(IDS,), shapes=None):
     quantizer = MXQuantizer().set_global(get_default_mx_quantization_config(weight, activation))
-    return convert(Net().eval() if model is None else model, inputs, quantizer, shapes=shapes)
+    return convert(net().eval() if model is None else model, inputs, quantizer, shapes=shapes)
 
 
 @pytest.mark.parametrize(("target", "weight", "activation"), CASES)

@@ -8,7 +8,7 @@ import pt2mx
 from pt2mx import MXQuantizer, get_default_mx_quantization_config
 from pt2mx.fx.training.fuse_batch_norm import NormalizedLayer, ScaledWeight
 from tests.flow import assert_converts_to_the_bit, exported, train
-from tests.models import module_of
+from tests.models import Residual, chain, module_of, tied
 from tests.training_models import NORMALIZED_LAYERS, layer_and_norm
 
 QUANTIZER = MXQuantizer().set_global(get_default_mx_quantization_config("mxfp6{8}", "mxfp8{8}"))
@@ -55,28 +55,11 @@ def test_gradients_are_those_of_the_layer_and_its_batch_norm(name):
 
 
 def test_what_is_not_fused():
-    class Shared(nn.Module):
-        """The convolution's output has another reader."""
-
-        def __init__(self):
-            super().__init__()
-            self.conv, self.bn = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
-
-        def forward(self, x):
-            y = self.conv(x)
-            return y + self.bn(y)
-
-    class ByRow(nn.Module):
-        """The batch norm's channels are rows, not features."""
-
-        def __init__(self):
-            super().__init__()
-            self.linear, self.bn = nn.Linear(5, 5), nn.BatchNorm1d(5)
-
-        def forward(self, x):
-            return self.bn(self.linear(x))
-
-    for model, x in [(Shared(), torch.randn(2, 4, 3, 3)), (ByRow(), torch.randn(2, 5, 5))]:
+    # the convolution's output has another reader
+    shared = chain(conv=nn.Conv2d(4, 4, 1), bn=Residual(nn.BatchNorm2d(4)))
+    # the batch norm's channels are rows, not features
+    by_row = chain(linear=nn.Linear(5, 5), bn=nn.BatchNorm1d(5))
+    for model, x in [(shared, torch.randn(2, 4, 3, 3)), (by_row, torch.randn(2, 5, 5))]:
         prepared = prepared_for_training(model, (x,))
         assert not any(isinstance(m, NormalizedLayer) for m in prepared.modules())
         prepared(x)
@@ -84,17 +67,9 @@ def test_what_is_not_fused():
 
 
 def test_two_layers_that_share_a_weight_keep_their_own_batch_norms():
-    class Shared(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = nn.Conv2d(4, 4, 1, bias=False), nn.Conv2d(4, 4, 1, bias=False)
-            self.second.weight = self.first.weight
-            self.bn1, self.bn2 = nn.BatchNorm2d(4), nn.BatchNorm2d(4)
-
-        def forward(self, x):
-            return self.bn2(self.second(self.bn1(self.first(x))))
-
-    model, x = Shared(), torch.randn(8, 4, 3, 3)
+    first, second = nn.Conv2d(4, 4, 1, bias=False), nn.Conv2d(4, 4, 1, bias=False)
+    model = chain(first=first, bn1=nn.BatchNorm2d(4), second=second, bn2=nn.BatchNorm2d(4))
+    model, x = tied(model, "first", "second"), torch.randn(8, 4, 3, 3)
     with torch.no_grad():
         model.bn1.weight.uniform_(1, 2)
         model.bn2.weight.uniform_(-2, -1)

@@ -7,7 +7,7 @@ from pt2mx import MXError, MXQuantizer, get_default_mx_quantization_config, lowe
 from pt2mx.fx.graph.higher_order_ops import graph_modules
 from pt2mx.fx.graph.qdq import is_portable
 from tests.flow import WITHOUT_PT2MX, calibrated, convert, exported, reloaded
-from tests.models import module_of
+from tests.models import module_of, projected
 from tests.scaled_mm import ScaledMM
 from tests.subgraph_models import Cond, NoGrad, WhileLoop, X
 
@@ -183,24 +183,12 @@ def test_batch_norms_keep_the_order_of_their_memory():
     assert torch.equal(run(pt2mx.lower_to_aten(program), x), run(program, x))
 
 
-class Product(nn.Module):
-    """Blocks along a dynamic dimension."""
-
-    def __init__(self):
-        super().__init__()
-        self.project = nn.Linear(40, 24)
-
-    def forward(self, x):  # (B, L, 40) -> (B, 24, 24)
-        y = self.project(x)
-        return y.transpose(1, 2) @ y
-
-
 @pytest.mark.compiled
 @pytest.mark.slow_cases("mxfp4")
 @pytest.mark.parametrize("text", ["mxfp8", "mxfp4"])
 def test_takes_the_sizes_that_the_program_takes(text):
     shapes = ({0: torch.export.Dim("batch", max=64), 1: torch.export.Dim("length", max=600)},)
-    program = program_of(Product(), (torch.randn(3, 33, 40),), quantizer_of(text, text), shapes)
+    program = program_of(projected(), (torch.randn(3, 33, 40),), quantizer_of(text, text), shapes)
     lowered = lower_to_aten(program)
     assert sorted(map(str, lowered.range_constraints.values())) == sorted(map(str, program.range_constraints.values()))
     for sizes in ((1, 1), (2, 31), (5, 32), (4, 65)):
@@ -264,16 +252,9 @@ SCALED = {
 }
 
 
-class Layers(nn.Module):
+def layers(self, x):  # (B, T, 160) -> (B, T, 144), (B, T, 32), (B, T, 48)
     """A linear layer with and one without a bias, and a product with the transpose of a parameter."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(160, 144), nn.Linear(160, 32, bias=False)
-        self.weight = nn.Parameter(torch.randn(160, 48))
-
-    def forward(self, x):  # (B, T, 160) -> (B, T, 144), (B, T, 32), (B, T, 48)
-        return self.up(x), self.down(x), x @ self.weight
+    return self.up(x), self.down(x), x @ self.weight
 
 
 @pytest.mark.slow_except("mxfp8")
@@ -283,7 +264,9 @@ def test_scaled_matmuls_equal_up_to_the_rounding_of_sums(case):
     shapes = ({0: torch.export.Dim("batch", max=64)},)
     torch.manual_seed(0)
     x = torch.randn(3, 5, 160, dtype=dtype)
-    program = program_of(Layers().to(dtype), (x,), quantizer_of(weight, activation), shapes)
+    model = module_of(layers, up=nn.Linear(160, 144), down=nn.Linear(160, 32, bias=False))
+    model.weight = nn.Parameter(torch.randn(160, 48))
+    program = program_of(model.to(dtype), (x,), quantizer_of(weight, activation), shapes)
     lowered = lower_to_aten(program, matmul="scaled_mm")
     assert len(lowered.graph.find_nodes(op="call_function", target=operator)) == 3
     assert {op for op in called(lowered) if torch.Tag.core not in op.tags} <= {operator, aten.view.dtype}
@@ -418,15 +401,11 @@ def custom(self, x):
     return self.act(self.linear(x))
 
 
-class Doubled(nn.Module):
-    def forward(self, x):
-        return doubled(x)
-
-
 @pytest.mark.compiled
 def test_a_custom_operator_is_named_with_its_module():
     x = torch.randn(2, 64)
-    program = program_of(module_of(custom, linear=nn.Linear(64, 16), act=Doubled()), (x,), "mxfp8")
+    act = module_of(lambda self, x: doubled(x))
+    program = program_of(module_of(custom, linear=nn.Linear(64, 16), act=act), (x,), "mxfp8")
     with pytest.raises(MXError, match=r"pt2mx_tests\.doubled\.default of 'act' has no form in core ATen operators"):
         lower_to_aten(program)
     assert torch.equal(run(lower_to_aten(program, core=False), x), run(program, x))

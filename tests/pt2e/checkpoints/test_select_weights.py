@@ -6,22 +6,14 @@ import pt2mx
 from pt2mx import MXError, MXQuantizationConfig, MXQuantizer
 from pt2mx.pt2e.checkpoints.select_weights import LayerSpecs, select_weights
 from tests.language_models import tiny_decoder
+from tests.models import chain
 
 FP4, FP8 = MXQuantizationConfig(weight="mxfp4"), MXQuantizationConfig(weight="mxfp8", activation="mxfp8")
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.rows = nn.Embedding(10, 64)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)) for _ in range(2))
-        self.head = nn.Linear(64, 10)
-
-    def forward(self, ids):
-        x = self.rows(ids)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
+def net():
+    blocks = (nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)) for _ in range(2))
+    return chain(rows=nn.Embedding(10, 64), blocks=nn.Sequential(*blocks), head=nn.Linear(64, 10))
 
 
 def exported_specs(model, quantizer, ids):
@@ -48,16 +40,16 @@ QUANTIZERS = {
 
 @pytest.mark.parametrize("name", QUANTIZERS)
 def test_it_is_what_the_exported_model_gets(name):
-    model, quantizer = Net().eval(), QUANTIZERS[name]
+    model, quantizer = net().eval(), QUANTIZERS[name]
     chosen = select_weights(model, quantizer).chosen
     specs = {weight: (str(one.weight), str(one.activation)) for weight, one in chosen.items()}
     assert specs == exported_specs(model, quantizer, torch.arange(10)) and specs
     with torch.device("meta"):
-        assert select_weights(Net(), quantizer).chosen == chosen
+        assert select_weights(net(), quantizer).chosen == chosen
 
 
 def test_why_a_weight_is_left():
-    model = Net()
+    model = net()
     model.head.weight = model.rows.weight
     quantizer = MXQuantizer().set_global(FP4).set_module_name("blocks.1", None)
     selection = select_weights(model, quantizer, {"blocks.0.0"})
@@ -95,9 +87,9 @@ def test_formats_that_no_checkpoint_holds():
         MXQuantizationConfig(weight="mxfp4", output="mxfp8"),
     ):
         with pytest.raises(MXError, match="a format of a bias or an output"):
-            select_weights(Net(), MXQuantizer().set_global(config))
+            select_weights(net(), MXQuantizer().set_global(config))
 
 
 def test_a_weight_in_float64():
     with pytest.raises(MXError, match="float64"):
-        select_weights(Net().double(), QUANTIZERS["global"])
+        select_weights(net().double(), QUANTIZERS["global"])

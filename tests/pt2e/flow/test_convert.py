@@ -9,7 +9,7 @@ import pt2mx
 from pt2mx import FORMATS, MXError, MXQuantizer, get_default_mx_quantization_config, ops
 from tests.flow import calibrated, exported
 from tests.graph import assert_unchanged, snapshot
-from tests.models import BATCH, IMAGES, NormalizedConv, exported_conv, module_of
+from tests.models import BATCH, IMAGES, NormalizedConv, Residual, exported_conv, module_of
 
 QUANTIZER = MXQuantizer().set_global(get_default_mx_quantization_config())
 
@@ -142,22 +142,13 @@ def test_an_uncalibrated_model_converts():
     assert torch.equal(converted(*IMAGES), pt2mx.convert_pt2e(prepared())(*IMAGES))
 
 
-class Residual(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.l = nn.Linear(60, 60)
-
-    def forward(self, x):
-        return x + self.l(x)
-
-
 @pytest.mark.compiled_except("mxfp6-False")
 @pytest.mark.parametrize(("element", "compiles"), [("mxfp8", True), ("mxfp6", False), ("mxfp4", False)])
 def test_the_gradient_of_the_input_passes_straight_through(element, compiles, compiler):
     """Codes carry no gradient, so the quantized branches could be missing in it."""
     x = torch.randn(4, 60, requires_grad=True)
-    model = nn.Sequential(Residual(), nn.LayerNorm(60), Residual()).eval()
-    program = torch.export.export(model, (x.detach(),))
+    model = nn.Sequential(Residual(nn.Linear(60, 60)), nn.LayerNorm(60), Residual(nn.Linear(60, 60)))
+    program = torch.export.export(model.eval(), (x.detach(),))
     config = get_default_mx_quantization_config(element, element)
     prepared = pt2mx.prepare_pt2e(program.module(), MXQuantizer().set_global(config))
     prepared(x.detach())

@@ -8,7 +8,7 @@ import pt2mx
 from pt2mx import MXError, MXFakeQuantize, MXObserver, MXQuantizer, get_default_mx_quantization_config
 from tests.flow import exported, train
 from tests.graph import assert_unchanged, snapshot
-from tests.models import IMAGES, NormalizedConv, exported_conv, module_of
+from tests.models import IMAGES, NormalizedConv, chain, exported_conv, module_of, tied
 
 QUANTIZER = MXQuantizer().set_global(get_default_mx_quantization_config())
 
@@ -55,18 +55,9 @@ def test_a_failed_prepare_leaves_the_model_usable():
 
 
 def test_a_shared_weight_is_observed_once():
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first = nn.Linear(8, 8, bias=False)
-            self.second = nn.Linear(8, 8, bias=False)
-            self.second.weight = self.first.weight
-
-        def forward(self, x):
-            return self.second(self.first(x))
-
     inputs = (torch.randn(2, 8),)
-    prepared = pt2mx.prepare_pt2e(exported(Tied().eval(), *inputs), QUANTIZER)
+    model = tied(chain(first=nn.Linear(8, 8, bias=False), second=nn.Linear(8, 8, bias=False)), "first", "second")
+    prepared = pt2mx.prepare_pt2e(exported(model.eval(), *inputs), QUANTIZER)
     assert len([m for m in prepared.modules() if isinstance(m, MXObserver)]) == 3
     converted = pt2mx.convert_pt2e(prepared)
     assert len([n for n in converted.state_dict() if n.endswith("_data")]) == 1

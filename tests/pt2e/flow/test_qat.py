@@ -14,20 +14,16 @@ from torch.nn.parallel import DistributedDataParallel
 import pt2mx
 from pt2mx import MXQuantizer, get_default_mx_quantization_config
 from tests.flow import assert_converts_to_the_bit
+from tests.models import chain
 from tests.rank_processes import results_of_ranks
 
 MXFP8 = get_default_mx_quantization_config()
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.up, self.norm = nn.Linear(32, 64), nn.LayerNorm(64)
-        self.drop, self.down = nn.Dropout(0.2), nn.Linear(64, 8)
-
-    def forward(self, x):
-        return self.down(self.drop(self.norm(torch.relu(self.up(x)))))
+def block():
+    torch.manual_seed(0)
+    layers = {"up": nn.Linear(32, 64), "relu": nn.ReLU(), "norm": nn.LayerNorm(64), "drop": nn.Dropout(0.2)}
+    return chain(**layers, down=nn.Linear(64, 8))
 
 
 class ConvNet(nn.Module):
@@ -43,12 +39,12 @@ class ConvNet(nn.Module):
 def data(model, n=16, dtype=torch.float32):
     """The same inputs and labels each time."""
     generator = torch.Generator().manual_seed(1)
-    shape = (n, 32) if isinstance(model, Block) else (n, 3, 8, 8)
+    shape = (n, 32) if isinstance(model, nn.Sequential) else (n, 3, 8, 8)
     return torch.randn(shape, generator=generator).to(dtype), torch.randint(8, (n,), generator=generator)
 
 
 def prepare(model=None, config=MXFP8):
-    model = model or Block()
+    model = model or block()
     x, _ = data(model, 4, next(model.parameters()).dtype)
     shapes = ({0: torch.export.Dim("batch")},)
     exported = torch.export.export(model.train(), (x,), dynamic_shapes=shapes).module()
@@ -77,8 +73,8 @@ def gradients(model, x, labels):
     return [y, *(p.grad for p in model.parameters())]
 
 
-@pytest.mark.compiled_except("Block")
-@pytest.mark.parametrize("kind", [ConvNet, Block])
+@pytest.mark.compiled_except("block")
+@pytest.mark.parametrize("kind", [ConvNet, block])
 def test_compiled_training_is_one_graph_with_the_bits_of_eager(kind, compiler):
     """Without Inductor's own kernels; with them, see tests/test_training.py."""
     prepared = prepare(kind())
@@ -93,14 +89,14 @@ def test_compiled_training_is_one_graph_with_the_bits_of_eager(kind, compiler):
     assert torch.equal(got, want)
     assert all(torch.equal(a, b) for a, b in zip(got_statistics, statistics, strict=True))
     # traced, the gradient of a batch norm is written in other operators, and sums in another order
-    tolerance = {ConvNet: 1e-5, Block: 0}[kind]
+    tolerance = {ConvNet: 1e-5, block: 0}[kind]
     for a, b in zip(got_grads, want_grads, strict=True):
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance * b.abs().max().item())
 
 
 def test_autocast():
     prepared = prepare()
-    x, labels = data(Block())
+    x, labels = data(block())
     losses = train(prepared, (x, labels), 20, autocast=True)
     assert losses[-1] < 0.7 * losses[0]
     assert {p.dtype for p in prepared.parameters()} == {torch.float32}
@@ -111,7 +107,7 @@ def test_autocast():
 
 @pytest.mark.diagonal
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("kind", [Block, ConvNet])
+@pytest.mark.parametrize("kind", [block, ConvNet])
 def test_models_in_half_precision(kind, dtype):
     prepared = prepare(kind().to(dtype))
     x, labels = data(kind(), dtype=dtype)
@@ -123,7 +119,7 @@ def test_models_in_half_precision(kind, dtype):
 def test_stochastic_rounding_of_weights():
     config = get_default_mx_quantization_config(weight="mxfp4(stochastic)", activation="mxfp8")
     prepared = prepare(config=config).eval()
-    x, labels = data(Block())
+    x, labels = data(block())
     with torch.no_grad():
         assert not torch.equal(prepared(x), prepared(x))
     before, runs = copy.deepcopy(prepared.state_dict()), []
@@ -162,8 +158,8 @@ def test_resumed_training_takes_the_same_steps(tmp_path):
 
 def test_fake_quantization_switched_on_during_training():
     """With fake quantization off, the steps equal the float model's steps, to the bit."""
-    x, labels = data(Block())
-    model, prepared = Block().eval(), prepare().eval()
+    x, labels = data(block())
+    model, prepared = block().eval(), prepare().eval()
     pt2mx.disable_fake_quant(prepared)
     assert train(prepared, (x, labels), 3) == train(model, (x, labels), 3)
     want = model(x)
@@ -175,7 +171,7 @@ def test_fake_quantization_switched_on_during_training():
 
 def test_accumulated_gradients_are_those_of_the_whole_batch():
     prepared = prepare().eval()
-    x, labels = data(Block())
+    x, labels = data(block())
     _, *want = gradients(prepared, x, labels)
     prepared.zero_grad()
     for part in (slice(0, 8), slice(8, 16)):
@@ -186,7 +182,7 @@ def test_accumulated_gradients_are_those_of_the_whole_batch():
 
 def train_on_half(rank):
     """One of two processes: four steps on its half of the batch with DDP, then with FSDP2."""
-    x, labels = (part[8 * rank : 8 * rank + 8] for part in data(Block()))
+    x, labels = (part[8 * rank : 8 * rank + 8] for part in data(block()))
     results = {}
     mesh = init_device_mesh("cpu", (2,))  # also where there is a GPU
     for name, wrap in {"ddp": DistributedDataParallel, "fsdp": partial(fully_shard, mesh=mesh)}.items():
@@ -202,7 +198,7 @@ def train_on_half(rank):
 def test_two_processes_take_the_steps_of_one():
     """Gradients are the means over the halves, so only the order of sums differs."""
     first, second = results_of_ranks(train_on_half)
-    x, labels = data(Block())
+    x, labels = data(block())
     prepared = prepare().eval()
     want = torch.tensor(train(prepared, (x, labels), 4))
     for name in ("ddp", "fsdp"):

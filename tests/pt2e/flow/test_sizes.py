@@ -5,12 +5,13 @@ import itertools
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torchao.quantization.pt2e import quantize_pt2e
 
 import pt2mx
 from pt2mx import MXQuantizationConfig, MXQuantizer, quantization_report
 from tests.flow import calibrated, convert, exported, reloaded, saved_bytes
-from tests.models import module_of
+from tests.models import chain, module_of, tied
 
 FP4, FP8 = MXQuantizationConfig(weight="mxfp4"), MXQuantizationConfig(weight="mxfp8")
 X = torch.randn(2, 64)
@@ -18,115 +19,83 @@ X = torch.randn(2, 64)
 FLOAT, IN_FP4, IN_FP8 = 4 * 4096, 64 * (32 + 2), 64 * (64 + 2)
 
 
-class Computed(nn.Module):
+def computed(self, x):
     """A weight of low rank."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Parameter(torch.randn(64, 4)), nn.Parameter(torch.randn(4, 64))
-
-    def forward(self, x):
-        return nn.functional.linear(x, self.a @ self.b)
+    return F.linear(x, self.a @ self.b)
 
 
-class AlsoFloat(nn.Module):
+def also_float(self, x):
     """A weight with another user."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(64, 64))
-
-    def forward(self, x):
-        return nn.functional.linear(x, self.weight) + self.weight.sum(0)
+    return F.linear(x, self.weight) + self.weight.sum(0)
 
 
-class Tied(nn.Module):
-    """A weight in two formats."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.head = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
-        self.head.weight = self.first.weight
-
-    def forward(self, x):
-        return self.head(self.first(x))
-
-
-class Views(nn.Module):
+def views(self, x):
     """Buffers that share memory; the model reads all of it in float."""
-
-    def __init__(self):
-        super().__init__()
-        whole = torch.randn(128, 64)
-        for name, tensor in (("whole", whole), ("top", whole[:64]), ("bottom", whole[64:])):
-            self.register_buffer(name, tensor)
-
-    def forward(self, x):
-        return nn.functional.linear(x, self.top) + nn.functional.linear(x, self.bottom) + self.whole.sum(0)[:64]
+    return F.linear(x, self.top) + F.linear(x, self.bottom) + self.whole.sum(0)[:64]
 
 
-class Parts(nn.Module):
+def parts(self, x):
     """Slices of a parameter, each the weight of a layer."""
-
-    def __init__(self):
-        super().__init__()
-        self.whole = nn.Parameter(torch.randn(128, 64))
-
-    def forward(self, x):
-        top, bottom = self.whole.chunk(2)
-        return nn.functional.linear(nn.functional.linear(x, top), bottom)
+    top, bottom = self.whole.chunk(2)
+    return F.linear(F.linear(x, top), bottom)
 
 
-class Unused(nn.Module):
+def unused(self, x):
     """A layer that runs although nobody uses its result, and a constant."""
-
-    def __init__(self):
-        super().__init__()
-        self.fc, self.other = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
-
-    def forward(self, x):
-        self.other(x).tanh()
-        return self.fc(x) * torch.tensor([2.0])
+    self.other(x).tanh()
+    return self.fc(x) * torch.tensor([2.0])
 
 
-class JoinedBias(nn.Module):
+def joined_bias(self, x):
     """A bias that is a third of a parameter; conversion keeps only that third."""
-
-    def __init__(self):
-        super().__init__()
-        self.fc, self.bias = nn.Linear(64, 64, bias=False), nn.Parameter(torch.randn(3, 64))
-
-    def forward(self, x):
-        return nn.functional.linear(x, self.fc.weight, self.bias[1])
+    return F.linear(x, self.fc.weight, self.bias[1])
 
 
-class Branches(nn.Module):
+def branches(self, x):
     """A weight that is transposed in two subgraphs."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(64, 64))
-
-    def forward(self, x):
-        return torch.cond(x.sum() > 0, lambda x: x @ self.weight.t(), lambda x: (x + 1) @ self.weight.t(), (x,))
+    return torch.cond(x.sum() > 0, lambda x: x @ self.weight.t(), lambda x: (x + 1) @ self.weight.t(), (x,))
 
 
+def square():
+    return nn.Linear(64, 64, bias=False)
+
+
+def parameter(*sizes):
+    return nn.Parameter(torch.randn(sizes))
+
+
+def of_views():
+    whole = torch.randn(128, 64)
+    buffers = {"whole": whole, "top": whole[:64], "bottom": whole[64:]}
+    return module_of(views, **{name: nn.Buffer(tensor) for name, tensor in buffers.items()})
+
+
+MODELS = {
+    "computed": lambda: module_of(computed, a=parameter(64, 4), b=parameter(4, 64)),
+    "also float": lambda: module_of(also_float, weight=parameter(64, 64)),
+    "tied": lambda: tied(chain(first=square(), head=square()), "first", "head"),  # a weight in two formats
+    "views": of_views,
+    "parts": lambda: module_of(parts, whole=parameter(128, 64)),
+    "unused": lambda: module_of(unused, fc=square(), other=square()),
+    "joined bias": lambda: module_of(joined_bias, fc=square(), bias=parameter(3, 64)),
+    "branches": lambda: module_of(branches, weight=parameter(64, 64)),
+}
 #: model -> values and bytes before, bytes after, and (before, after) of each weight's row
 CASES = {
-    Computed: (512, 4 * 512, IN_FP4, [(4 * 512, IN_FP4)]),
-    AlsoFloat: (4096, FLOAT, FLOAT + IN_FP4, [(FLOAT, IN_FP4)]),
-    Tied: (4096, FLOAT, IN_FP4 + IN_FP8, [(FLOAT, IN_FP4), (0, IN_FP8)]),
-    Views: (8192, 2 * FLOAT, 2 * FLOAT + 2 * IN_FP4, [(FLOAT, IN_FP4)] * 2),
-    Parts: (8192, 2 * FLOAT, 2 * IN_FP4, [(FLOAT, IN_FP4)] * 2),
-    Unused: (8193, 2 * FLOAT + 4, IN_FP4 + 4, [(FLOAT, IN_FP4)]),
-    JoinedBias: (4096 + 192, FLOAT + 768, IN_FP4 + 256, [(FLOAT, IN_FP4)]),
-    Branches: (4096, FLOAT, IN_FP4, [(FLOAT, IN_FP4), (0, 0)]),
+    "computed": (512, 4 * 512, IN_FP4, [(4 * 512, IN_FP4)]),
+    "also float": (4096, FLOAT, FLOAT + IN_FP4, [(FLOAT, IN_FP4)]),
+    "tied": (4096, FLOAT, IN_FP4 + IN_FP8, [(FLOAT, IN_FP4), (0, IN_FP8)]),
+    "views": (8192, 2 * FLOAT, 2 * FLOAT + 2 * IN_FP4, [(FLOAT, IN_FP4)] * 2),
+    "parts": (8192, 2 * FLOAT, 2 * IN_FP4, [(FLOAT, IN_FP4)] * 2),
+    "unused": (8193, 2 * FLOAT + 4, IN_FP4 + 4, [(FLOAT, IN_FP4)]),
+    "joined bias": (4096 + 192, FLOAT + 768, IN_FP4 + 256, [(FLOAT, IN_FP4)]),
+    "branches": (4096, FLOAT, IN_FP4, [(FLOAT, IN_FP4), (0, 0)]),
 }
 
 
 def quantizer(kind):
     chosen = MXQuantizer().set_global(FP4)
-    return chosen.set_module_name("head", FP8) if kind is Tied else chosen
+    return chosen.set_module_name("head", FP8) if kind == "tied" else chosen
 
 
 @pytest.mark.parametrize("kind", CASES)
@@ -134,7 +103,7 @@ def test_totals_are_the_bytes_of_the_files(kind):
     torch.manual_seed(0)
     x = torch.randn(2, 64)
     with torch.no_grad():
-        program = torch.export.export(kind().eval(), (x,))
+        program = torch.export.export(MODELS[kind]().eval(), (x,))
         prepared = pt2mx.prepare_pt2e(program.module(), quantizer(kind))
         converted = pt2mx.convert_pt2e(prepared)
         again = torch.export.export(converted, (x,))
@@ -147,14 +116,14 @@ def test_totals_are_the_bytes_of_the_files(kind):
         weights = [o for operator in report.operators for o in operator.operands if o.role == "weight"]
         assert [(o.bytes_before, o.bytes_after) for o in weights] == rows
     # the float model follows from the tensors of a file, and from the names and shapes of the packed ones
-    named = {Computed: (4096, FLOAT), Views: (4 * 4096, 4 * FLOAT)}
-    named |= {JoinedBias: (4096 + 64, FLOAT + 256), Unused: (4097, FLOAT + 4)}
+    named = {"computed": (4096, FLOAT), "views": (4 * 4096, 4 * FLOAT)}
+    named |= {"joined bias": (4096 + 64, FLOAT + 256), "unused": (4097, FLOAT + 4)}
     report = quantization_report(reloaded(again).module())
     assert (report.values, report.bytes_before, report.bytes_after) == (*named.get(kind, (values, before)), after)
 
 
 def test_weights_that_are_not_folded_stay_in_float():
-    graph = exported(AlsoFloat().eval(), torch.randn(2, 64))
+    graph = exported(MODELS["also float"]().eval(), torch.randn(2, 64))
     prepared = pt2mx.prepare_pt2e(graph, MXQuantizer().set_global(FP4))
     report = quantization_report(pt2mx.convert_pt2e(prepared, fold_quantize=False))
     assert (report.bytes_before, report.bytes_after) == (FLOAT, FLOAT)
@@ -162,8 +131,8 @@ def test_weights_that_are_not_folded_stay_in_float():
 
 
 def test_torchao_prepares_and_converts_a_model_of_the_same_sizes():
-    graph = exported(Tied().eval(), torch.randn(2, 64))
-    prepared = quantize_pt2e.prepare_pt2e(graph, quantizer(Tied))
+    graph = exported(MODELS["tied"]().eval(), torch.randn(2, 64))
+    prepared = quantize_pt2e.prepare_pt2e(graph, quantizer("tied"))
     reports = [quantization_report(prepared)]
     reports.append(quantization_report(quantize_pt2e.convert_pt2e(prepared)))
     for report in reports:
@@ -205,7 +174,7 @@ def test_an_optimized_model_is_as_large_in_float_as_before(preset):
 )
 def test_a_loaded_program_counts_a_weight_in_two_formats_once(formats):
     first, head = (MXQuantizationConfig(weight=one) for one in formats)
-    converted = convert(Tied().eval(), (X,), MXQuantizer().set_global(first).set_module_name("head", head))
+    converted = convert(MODELS["tied"]().eval(), (X,), MXQuantizer().set_global(first).set_module_name("head", head))
     assert len([name for name, _ in converted.named_buffers() if "_data" in name]) == 2
     for model in (converted, reloaded(torch.export.export(converted, (X,))).module()):
         report = quantization_report(model)
@@ -214,7 +183,7 @@ def test_a_loaded_program_counts_a_weight_in_two_formats_once(formats):
 
 def cast(self, x):
     """A weight in float32, and cast to bfloat16."""
-    return nn.functional.linear(nn.functional.linear(x, self.weight).bfloat16(), self.weight.bfloat16())
+    return F.linear(F.linear(x, self.weight).bfloat16(), self.weight.bfloat16())
 
 
 def test_a_loaded_program_counts_a_weight_in_two_dtypes_once():
@@ -237,7 +206,7 @@ def test_tensor_scales_are_no_part_of_the_float_model(spec):
 def test_a_loaded_program_counts_a_rounded_weight_once():
     """One layer reads what `optimize` rounded, another operator the parameter."""
     chosen = MXQuantizer().set_global(FP4)
-    optimized = pt2mx.optimize(exported(AlsoFloat().eval(), X), chosen, [X], preset="fast")
+    optimized = pt2mx.optimize(exported(MODELS["also float"]().eval(), X), chosen, [X], preset="fast")
     converted = pt2mx.convert_pt2e(pt2mx.prepare_pt2e(optimized, chosen))
     assert "weight_rounded_data" in dict(converted.named_buffers())
     report = quantization_report(reloaded(torch.export.export(converted, (X,))).module())

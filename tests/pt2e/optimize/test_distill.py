@@ -7,7 +7,7 @@ from torch import nn
 import pt2mx
 from pt2mx import MXError, MXQuantizer, distill
 from pt2mx.pt2e.optimize.losses import kl_divergence
-from tests.models import module_of
+from tests.models import chain, module_of, tied
 from tests.training_models import InterruptedLoss
 
 QUANTIZER = MXQuantizer.from_recipe("mxfp4")
@@ -145,19 +145,11 @@ def test_batch_norms_named_batches_and_dynamic_shapes():
 
 
 def test_parameters_that_are_frozen_and_tied():
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
-            self.second.weight = self.first.weight
-            self.second.bias.requires_grad_(False)
-
-        def forward(self, x):
-            return self.second(torch.relu(self.first(x)))
-
     torch.manual_seed(0)
     batches = [torch.randn(64, 32) for _ in range(4)]
-    exported = torch.export.export(Tied().eval(), (batches[0],)).module()
+    model = tied(chain(first=nn.Linear(32, 32), relu=nn.ReLU(), second=nn.Linear(32, 32)), "first", "second")
+    model.second.bias.requires_grad_(False)
+    exported = torch.export.export(model.eval(), (batches[0],)).module()
     prepared = pt2mx.prepare_qat_pt2e(exported, QUANTIZER)
     distill(prepared, exported, batches, epochs=10, lr=1e-3)
     actual = dict(prepared.named_parameters(remove_duplicate=False))

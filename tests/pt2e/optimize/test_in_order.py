@@ -7,7 +7,7 @@ from torch import nn
 import pt2mx
 from pt2mx import MXError, MXQuantizer, MXSpec, get_default_mx_quantization_config
 from pt2mx.algorithms import GPTQ, Rotation, ScaleSearch, gptq
-from tests.models import chain, module_of
+from tests.models import chain, module_of, tied
 
 FP4 = MXSpec("mxfp4", scale_mode="even")
 W4 = MXQuantizer().set_global(get_default_mx_quantization_config(weight=FP4, activation=None))
@@ -134,17 +134,9 @@ def test_both_runs_draw_the_same_numbers():
 
 
 def test_a_weight_in_two_formats():
-    class Shared(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)
-            self.second.weight = self.first.weight
-            self.last = nn.Linear(32, 8, bias=False)
-
-        def forward(self, x):
-            return self.last(self.second(self.first(x)))
-
-    graph, batches, _ = _net(Shared())
+    sizes = {"first": 32, "second": 32, "last": 8}
+    model = chain(**{name: nn.Linear(32, size, bias=False) for name, size in sizes.items()})
+    graph, batches, _ = _net(tied(model, "first", "second"))
     int8 = get_default_mx_quantization_config(weight="mxint8", activation=None)
     fp4 = get_default_mx_quantization_config(weight=FP4, activation=None)
     quantizer = MXQuantizer().set_global(fp4).set_module_name("second", int8)

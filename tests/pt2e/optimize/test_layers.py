@@ -1,5 +1,7 @@
 """Models cut into layers: their values, gradients and steps, in one process and on ranks."""
 
+from collections import OrderedDict
+
 import pytest
 import torch
 from torch import nn
@@ -8,19 +10,15 @@ import pt2mx
 from pt2mx import MXError, MXQuantizer
 from pt2mx.pt2e.optimize.distill import distill
 from pt2mx.pt2e.optimize.layers import layered
+from tests.models import Residual, chain
 from tests.rank_processes import results_of_ranks
 
 QUANTIZER = MXQuantizer.from_recipe("mxfp4")
 
 
-class Layer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
-        self.norm = nn.LayerNorm(32)
-
-    def forward(self, x):
-        return x + self.down(torch.relu(self.up(self.norm(x))))
+def residual():
+    up, down = nn.Linear(32, 64), nn.Linear(64, 32)
+    return Residual(OrderedDict(norm=nn.LayerNorm(32), up=up, relu=nn.ReLU(), down=down))
 
 
 class Decoder(nn.Module):
@@ -28,14 +26,11 @@ class Decoder(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.embedding, self.layers = nn.Embedding(64, 32), nn.ModuleList(Layer() for _ in range(3))
+        self.embedding, self.layers = nn.Embedding(64, 32), nn.Sequential(*(residual() for _ in range(3)))
         self.layers[2].up.weight = self.layers[0].up.weight
 
     def forward(self, ids):
-        x = self.embedding(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return x @ self.embedding.weight.T
+        return self.layers(self.embedding(ids)) @ self.embedding.weight.T
 
 
 class Times(nn.Module):
@@ -47,18 +42,10 @@ class Times(nn.Module):
         return self.linear(x) * self.number
 
 
-class Norms(nn.Module):
+def norms():
     """Layers that write to their buffers, which stay in the graph, after one that does not."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.ModuleList(Layer() for _ in range(2))
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32)) for _ in range(2))
-
-    def forward(self, x):
-        for layer in (*self.first, *self.layers):
-            x = layer(x)
-        return x
+    layers = (nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32)) for _ in range(2))
+    return chain(first=nn.Sequential(residual(), residual()), layers=nn.Sequential(*layers))
 
 
 def decoder():
@@ -104,7 +91,7 @@ def test_values_gradients_and_names_are_those_of_the_model(recompute):
 def test_layers_that_write_stay_in_the_graph():
     torch.manual_seed(0)
     batches = [torch.randn(16, 32) for _ in range(9)]
-    exported = torch.export.export(Norms(), (batches[0],)).module()
+    exported = torch.export.export(norms(), (batches[0],)).module()
     models = [pt2mx.prepare_qat_pt2e(exported, QUANTIZER) for _ in range(2)]
     model, _ = layered(models[0], True, False, None)
     assert layers_of(model) == ["layer_0", "layer_1"]
@@ -134,17 +121,8 @@ def test_layers_that_differ_in_tensors_alone_are_compiled_once():
 
 
 def test_other_numbers_are_other_code():
-    class Layers(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList(Times(number) for number in (2.0, 2.0, 3.0))
-
-        def forward(self, x):
-            for layer in self.layers:
-                x = layer(x)
-            return x
-
-    exported = torch.export.export(Layers().eval(), (torch.randn(4, 32),)).module()
+    model = chain(layers=nn.Sequential(*(Times(number) for number in (2.0, 2.0, 3.0))))
+    exported = torch.export.export(model.eval(), (torch.randn(4, 32),)).module()
     model, _ = layered(pt2mx.prepare_qat_pt2e(exported, QUANTIZER), False, True, None)
     first, second, third = (model.get_submodule(f"{name}.body") for name in layers_of(model))
     assert first is second and third is not first

@@ -1,3 +1,5 @@
+from collections import OrderedDict
+
 import pytest
 import torch
 from torch import nn
@@ -8,32 +10,20 @@ from pt2mx.algorithms import LearnedRounding, gptq
 from pt2mx.algorithms.learned_rounding import LatentWeight
 from pt2mx.fx.graph.tensors import copy_sharing_tensors
 from pt2mx.pt2e.optimize.learned_rounding import learn_rounding
-from tests.models import module_of
+from tests.models import Residual, module_of
 
 FP4 = MXSpec("mxfp4", scale_mode="even")
 W4 = MXQuantizer().set_global(get_default_mx_quantization_config(weight=FP4, activation=None))
 W4A4 = MXQuantizer().set_global(get_default_mx_quantization_config(weight=FP4, activation=FP4))
 
 
-class Layer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
-
-    def forward(self, x):
-        return x + self.down(torch.relu(self.up(x)))
+def residual():
+    return Residual(OrderedDict(up=nn.Linear(32, 64), relu=nn.ReLU(), down=nn.Linear(64, 32)))
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(Layer() for _ in range(2))
-        self.head = nn.Linear(32, 8)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
+def two_layers():
+    layers = nn.Sequential(residual(), residual())
+    return module_of(lambda self, x: self.head(self.layers(x)), layers=layers, head=nn.Linear(32, 8))
 
 
 def net(model=None, dtype=torch.float32):
@@ -41,7 +31,7 @@ def net(model=None, dtype=torch.float32):
     torch.manual_seed(0)
     mixing = torch.randn(6, 32) / 6**0.5
     batches = [(torch.randn(128, 6) @ mixing).to(dtype) for _ in range(9)]
-    model = (model or Net()).to(dtype).eval()
+    model = (model or two_layers()).to(dtype).eval()
     return torch.export.export(model, (batches[0],)).module(), batches[1:], batches[0]
 
 
@@ -107,7 +97,7 @@ def test_subgraphs_and_outputs_without_gradient():
             x = torch.relu(self.inside(x))
         return self.last(x)
 
-    graph, batches, _ = net(module_of(forward, before=Layer(), inside=nn.Linear(32, 32), last=nn.Linear(32, 8)))
+    graph, batches, _ = net(module_of(forward, before=residual(), inside=nn.Linear(32, 32), last=nn.Linear(32, 8)))
     with torch.no_grad():  # a caller may disable gradients
         actual, (block,) = learned(graph, graph, W4, batches, steps=30)
     assert torch.equal(actual.get_parameter("inside.weight"), graph.get_parameter("inside.weight"))
@@ -135,15 +125,13 @@ def test_weights_that_stay():
     class Others(nn.Module):
         def __init__(self):
             super().__init__()
-            self.layers, self.table = nn.ModuleList(Layer() for _ in range(2)), nn.Embedding(4, 32)
+            self.layers, self.table = nn.Sequential(residual(), residual()), nn.Embedding(4, 32)
             self.layers[1].up.weight = self.layers[0].up.weight
             self.register_buffer("calls", torch.zeros(()))
             self.last = nn.Linear(32, 32)
 
         def forward(self, x):
-            x = x + self.table(torch.arange(len(x)) % 4)
-            for layer in self.layers:
-                x = layer(x)
+            x = self.layers(x + self.table(torch.arange(len(x)) % 4))
             self.calls.add_(1)
             return self.last(x + self.calls)
 
@@ -161,7 +149,7 @@ def test_weights_that_stay():
 def test_dynamic_shapes_named_batches_and_a_single_one():
     torch.manual_seed(0)
     shapes = {"x": {0: torch.export.Dim("rows")}}
-    graph = torch.export.export(Net().eval(), (), {"x": torch.randn(4, 32)}, dynamic_shapes=shapes).module()
+    graph = torch.export.export(two_layers().eval(), (), {"x": torch.randn(4, 32)}, dynamic_shapes=shapes).module()
     batches = [{"x": torch.randn(rows, 32)} for rows in (96, 33, 64)]
     for chosen in (batches, batches[:1]):
         _, blocks = learned(graph, graph, W4, chosen, steps=30)

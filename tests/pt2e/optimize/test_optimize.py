@@ -7,7 +7,8 @@ from torch import nn
 import pt2mx
 from pt2mx import MXError, MXQuantizer
 from pt2mx.algorithms import GPTQ, Rotation, ScaleSearch
-from tests.optimized_models import W4, net, quantized, rows
+from tests.models import chain
+from tests.optimized_models import W4, exported, net, quantized, rows
 
 
 def test_outputs_come_nearer_and_the_model_stays():
@@ -174,17 +175,10 @@ def test_bad_input(options, message):
 
 
 def test_in_place_of_memory_that_tensors_share():
-    class Shared(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 64)
-            self.b.weight = nn.Parameter(self.a.weight.data.t())
-
-        def forward(self, x):
-            return self.b(self.a(x))
-
     torch.manual_seed(0)
-    graph, x = torch.export.export(Shared().eval(), (torch.randn(4, 64),)).module(), torch.randn(4, 64)
+    model, x = chain(a=nn.Linear(64, 64), b=nn.Linear(64, 64)), torch.randn(4, 64)
+    model.b.weight = nn.Parameter(model.a.weight.data.t())
+    graph = exported(model, x)
     want = graph(x)
     rotated = pt2mx.optimize(graph, MXQuantizer().set_global(W4), algorithms=Rotation(), in_place=True)
     torch.testing.assert_close(rotated(x), want, rtol=1e-4, atol=1e-5)

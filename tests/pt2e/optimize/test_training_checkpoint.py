@@ -8,31 +8,20 @@ import pt2mx
 from pt2mx import MXError, MXQuantizationConfig, MXQuantizer
 from pt2mx.pt2e.optimize.distill import distill
 from pt2mx.pt2e.optimize.losses import relative_error
+from tests.models import chain
 from tests.rank_processes import results_of_ranks
 from tests.training_models import InterruptedLoss
 
 QUANTIZER = MXQuantizer.from_recipe("mxfp4")
 
 
-class Net(nn.Module):
-    """Layers that draw random numbers, and one that writes to buffers."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.1), nn.ReLU()) for _ in range(2))
-        self.norm = nn.BatchNorm1d(32)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return self.norm(x)
-
-
 def net(dtype=torch.float32):
+    """Layers that draw random numbers, and one that writes to buffers; nine batches."""
     torch.manual_seed(0)
     batches = [torch.randn(16, 32).to(dtype) for _ in range(9)]
-    exported = torch.export.export(Net().to(dtype), (batches[0],)).module()
-    return exported, batches
+    layers = (nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.1), nn.ReLU()) for _ in range(2))
+    model = chain(layers=nn.Sequential(*layers), norm=nn.BatchNorm1d(32))
+    return torch.export.export(model.to(dtype), (batches[0],)).module(), batches
 
 
 def trained(folder, dtype=torch.float32, stop=None, **options):

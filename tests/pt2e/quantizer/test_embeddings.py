@@ -5,7 +5,7 @@ from torch import nn
 
 from pt2mx import MXQuantizationConfig, MXQuantizer
 from pt2mx.pt2e.quantizer.operators import operator_name
-from tests.models import module_of
+from tests.models import chain, module_of, tied
 from tests.quantized_by_hand import BOTH, A, W, a, w
 
 
@@ -39,17 +39,9 @@ def test_embedding_rows(quantize):
 
 
 def test_tied_embedding_and_head_are_one_packed_copy(quantize):
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embedding, self.head = nn.Embedding(50, 40), nn.Linear(40, 50, bias=False)
-            self.head.weight = self.embedding.weight
-
-        def forward(self, ids):
-            return self.head(self.embedding(ids))
-
-    model, inputs = Tied().eval(), (torch.randint(50, (2, 5)),)
-    exported = torch.export.export(model, inputs)
+    model = tied(chain(embedding=nn.Embedding(50, 40), head=nn.Linear(40, 50, bias=False)), "embedding", "head")
+    inputs = (torch.randint(50, (2, 5)),)
+    exported = torch.export.export(model.eval(), inputs)
     prepared, _, converted = quantize(exported, BOTH, inputs)
     with torch.no_grad():
         table = w(model.head.weight, -1)

@@ -12,7 +12,7 @@ from pt2mx.analysis.sums import QuantizationStatistics, quantization_sums
 from pt2mx.pt2e.report.report import COLUMNS, QuantizationReport
 from pt2mx.pt2e.report.rows import OperatorReport
 from tests.flow import calibrated, convert, exported, prepare, reloaded, train
-from tests.models import IMAGES, NormalizedConv, exported_conv
+from tests.models import IMAGES, NormalizedConv, chain, exported_conv, tied
 from tests.reports import operator, report_of
 from tests.subgraph_models import Branches
 
@@ -75,18 +75,9 @@ def test_a_re_exported_model_still_tells_its_specs():
 
 
 def test_shared_weights_are_counted_once():
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embedding = nn.Embedding(16, 32)
-            self.head = nn.Linear(32, 16, bias=False)
-            self.head.weight = self.embedding.weight
-
-        def forward(self, x):
-            return self.head(self.embedding(x))
-
     inputs = (torch.tensor([[1, 2]]),)
-    model = torch.export.export(Tied().eval(), inputs).module()
+    model = tied(chain(embedding=nn.Embedding(16, 32), head=nn.Linear(32, 16, bias=False)), "embedding", "head")
+    model = torch.export.export(model.eval(), inputs).module()
     prepared = pt2mx.prepare_pt2e(model, MXQuantizer().set_global(CONFIG))
     for report in (quantization_report(prepared), quantization_report(pt2mx.convert_pt2e(prepared))):
         assert (report.bytes_before, report.bytes_after, report.values) == (16 * 32 * 4, 16 * 17, 16 * 32)

@@ -11,7 +11,7 @@ from pt2mx import MXError, MXQuantizationConfig, MXQuantizer, suggest_config
 from pt2mx.kernels.packing import packed_length
 from tests.flow import calibrated
 from tests.format_candidates import CANDIDATES, CONFIG
-from tests.models import Depthwise, Encoder, chain
+from tests.models import Depthwise, Encoder, chain, module_of, tied
 
 
 def export(make, inputs):
@@ -181,15 +181,14 @@ def settings(quantizer):
 
 
 def test_operators_of_the_root_and_of_modules_inside_an_excluded_one():
-    class Root(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight, self.inner, self.out = nn.Parameter(torch.randn(32, 32)), nn.Linear(32, 32), nn.Linear(32, 32)
+    def forward(self, x):
+        return self.out(self.inner(functional.linear(x, self.weight)))
 
-        def forward(self, x):
-            return self.out(self.inner(functional.linear(x, self.weight)))
+    def root():
+        weight = nn.Parameter(torch.randn(32, 32))
+        return module_of(forward, weight=weight, inner=nn.Linear(32, 32), out=nn.Linear(32, 32))
 
-    model = export(Root, (torch.randn(2, 32),))
+    model = export(root, (torch.randn(2, 32),))
     prepared = calibrate(model, MXQuantizer().set_global(CONFIG).set_module_name("inner", None))
     report = pt2mx.quantization_report(calibrate(model, suggest_config(prepared, 6.25)))
     assert [(o.module, o.quantized) for o in report.operators] == [("", True), ("inner", False), ("out", True)]
@@ -246,15 +245,10 @@ def test_errors():
 
 
 def test_different_configs_in_one_module_are_refused():
-    class Mixed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(32, 32))
+    def forward(self, x):
+        return functional.linear(x, self.weight) @ x.t()
 
-        def forward(self, x):
-            return functional.linear(x, self.weight) @ x.t()
-
-    model = export(Mixed, (torch.randn(4, 32),))
+    model = export(lambda: module_of(forward, weight=nn.Parameter(torch.randn(32, 32))), (torch.randn(4, 32),))
     prepared = calibrate(model, MXQuantizer().set_global(CONFIG).set_operator_type("aten.matmul", None))
     with pytest.raises(MXError, match="operators of the module '' were prepared with different configs"):
         suggest_config(prepared, 6)
@@ -275,19 +269,14 @@ def test_packing_and_short_blocks_are_counted():
 
 
 def test_a_weight_that_subgraphs_share_counts_once():
-    class Shared(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)
-            self.second.weight = self.first.weight
+    def forward(self, x):
+        with torch.no_grad():
+            x = self.first(x)
+        return self.second(x)
 
-        def forward(self, x):
-            with torch.no_grad():
-                x = self.first(x)
-            return self.second(x)
-
-    x = torch.randn(4, 32)
-    model = torch.export.export(Shared().eval(), (x,)).module()
+    first, second = nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)
+    x, model = torch.randn(4, 32), tied(module_of(forward, first=first, second=second), "first", "second")
+    model = torch.export.export(model.eval(), (x,)).module()
     prepared = pt2mx.prepare_pt2e(model, MXQuantizer().set_global(CONFIG))
     with torch.no_grad():
         prepared(x)

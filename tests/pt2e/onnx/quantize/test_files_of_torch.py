@@ -9,20 +9,11 @@ from torch import nn
 from pt2mx import MXQuantizationConfig, MXQuantizer, quantize_onnx
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.models.packaged import load_minilm
+from tests.models import Attention
 from tests.onnx_float_files import export, with_dequantized_weights
 from tests.onnx_nodes import differences, run
 
 BATCH = torch.export.Dim("batch")
-
-
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.query, self.key, self.value, self.output = (nn.Linear(48, 48) for _ in range(4))
-
-    def forward(self, x):  # (B, S, 48)
-        q, k, v = (layer(x).unflatten(-1, (3, 16)).transpose(1, 2) for layer in (self.query, self.key, self.value))
-        return self.output(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
 class Captions(nn.Module):
@@ -30,7 +21,7 @@ class Captions(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.embedding, self.attention = nn.Embedding(50, 48), Attention()
+        self.embedding, self.attention = nn.Embedding(50, 48), Attention(48, heads=3)
         self.stem = nn.Sequential(nn.Conv2d(3, 40, 3), nn.BatchNorm2d(40), nn.ReLU(), nn.Conv2d(40, 48, 3))
         self.head = nn.Linear(48, 50)
 
@@ -53,7 +44,7 @@ def feeds():
 
 def test_every_node_of_a_small_model(captions, tmp_path):
     report = quantize_onnx(captions, tmp_path / "mx.onnx", "mxfp8")
-    matmuls = ["attention.query", "attention.key", "attention.value", "attention", "attention", "attention.output"]
+    matmuls = ["attention.query", "attention.key", "attention.value", "attention", "attention", "attention.out"]
     modules = [o.module for o in report.operators if o.quantized]
     assert sorted(modules) == sorted(["embedding", *matmuls, "stem.0", "stem.3", "head"])
     assert len(modules) == len(report.operators)
@@ -78,7 +69,7 @@ def test_names_of_torchs_modules(captions, tmp_path):
     linear, convolution = {"mxfp8_e4m3{32}"}, {"mxfp4_e2m1{32}"}
     assert by_module == {
         "embedding": set(), "attention.query": set(), "attention.key": set(), "attention": set(),
-        "attention.value": linear, "attention.output": linear, "head": linear,
+        "attention.value": linear, "attention.out": linear, "head": linear,
         "stem.0": convolution, "stem.3": convolution,
     }  # fmt: skip
 
