@@ -1,7 +1,7 @@
 """All operators of one tensor, with scales other than E8M0, and the values that are hard for them."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pt2mx import dequantize_mx, fake_quantize_mx, parse, quantize_mx, tensor_scale_mx
 
@@ -28,14 +28,3 @@ def through_float_scale_operators(x: Tensor, name: str, scale_mode: str | None =
     scale, data = quantize_mx(x, spec, tensor_scale=t)
     values = dequantize_mx(data, scale, spec, tensor_scale=t, length=x.shape[-1])
     return scale, data, values, fake_quantize_mx(x, spec), fake_quantize_mx(x, spec, tensor_scale=t) * 2
-
-
-class FloatScaleOperators(nn.Module):
-    """`through_float_scale_operators`."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.name = name
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return through_float_scale_operators(x, self.name)

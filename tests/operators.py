@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pt2mx import dequantize_mx, fake_quantize_mx, quantize_mx
+from tests.models import module_of
 
 _UNTRACED = ("test_schema", "test_autograd_registration", "test_faketensor")
 
@@ -34,23 +35,11 @@ def through_all_operators(x: Tensor, name: str, axis: int, scale_mode: str = "fl
     return fake, scale + 1, data ^ 1, values * 2
 
 
-class Operators(nn.Module):
-    """`through_all_operators` along dimension 1."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.name = name
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:  # (3, n, 5)
-        return through_all_operators(x, self.name, 1)
-
-
-def outputs_of_a_package(
-    operators: nn.Module, device: str, example: int, path: Path
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Export a package with `example` values along the quantized dimension. Return its outputs for other numbers of
-    values, and the expected ones. AOTInductor has no guards, so the package must not assume properties of the example's
-    sizes."""
+def outputs_of_a_package(name: str, device: str, example: int, path: Path) -> Iterator[tuple[Tensor, Tensor]]:
+    """Export a package of all operators with `example` values along the quantized dimension. Return its outputs for
+    other numbers of values, and the expected ones. AOTInductor has no guards, so the package must not assume properties
+    of the example's sizes."""
+    operators = module_of(lambda self, x: through_all_operators(x, name, 1))  # x: (3, n, 5)
     shapes = ({1: torch.export.Dim("n", min=2, max=999)},)
     program = torch.export.export(operators, (torch.randn(3, example, 5, device=device),), dynamic_shapes=shapes)
     torch._inductor.aoti_compile_and_package(program, package_path=str(path))

@@ -30,6 +30,7 @@ from tests.benchmarks.peers import (
     torchao_mx,
 )
 from tests.language_models import tiny_decoder, tokenizer_of_bytes
+from tests.models import module_of
 
 
 def test_the_interval_of_a_mean():
@@ -348,7 +349,8 @@ def test_one_run_serves_several_formats(tiny, run, monkeypatch, tmp_path):
     scale = {"W4": 1, "W4A8": -1, "W4A4": 0.5}
 
     def by_format(job):
-        return {name: nn.Sequential(job.model, _Scaled(factor)) for name, factor in scale.items()}
+        scaled = {name: module_of(lambda self, x, factor=factor: factor * x) for name, factor in scale.items()}
+        return {name: nn.Sequential(job.model, last) for name, last in scaled.items()}
 
     monkeypatch.setitem(QUANTIZE, "fake", by_format)
     peers.main(["--model", tiny, "--methods", "fake", "--formats", *methods.FP4])
@@ -357,15 +359,6 @@ def test_one_run_serves_several_formats(tiny, run, monkeypatch, tmp_path):
     losses = {name: kept.load(results.Run("fake", "default", name)).scores["test"]["1 - cosine"] for name in scale}
     assert losses["W4"] == losses["W4A4"] == pytest.approx([0] * 4, abs=1e-6)
     assert losses["W4A8"] == pytest.approx([2] * 4)
-
-
-class _Scaled(nn.Module):
-    def __init__(self, factor):
-        super().__init__()
-        self.factor = factor
-
-    def forward(self, x):
-        return self.factor * x
 
 
 class _PaddingConv(nn.Conv2d):

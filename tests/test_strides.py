@@ -8,43 +8,34 @@ import pt2mx
 from pt2mx import MXQuantizationConfig, MXQuantizer, lower_to_inductor
 from tests.compare import sqnr
 from tests.flow import reloaded
+from tests.models import module_of
 
 LAST = torch.channels_last
 
 
-class After(nn.Module):
+def after(layer, read):
     """A layer, and what reads its result."""
-
-    def __init__(self, layer, read):
-        super().__init__()
-        self.layer, self.read = layer, read
-
-    def forward(self, *inputs):
-        return self.read(self.layer(*inputs))
-
-
-class Sum(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.left, self.right = nn.Conv2d(8, 6, 1), nn.Conv2d(8, 6, 1)
-
-    def forward(self, x):
-        return (self.left(x) * self.right(x) + self.left(x)).permute(0, 2, 3, 1).view(-1, 6)
-
-
-class Transposed(nn.Module):
-    """A matmul with a transposed parameter, which is read in its order in memory."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(40, 48).t())
-
-    def forward(self, x):
-        return x @ self.weight, self.weight.as_strided((1920,), (1,)).sum()
+    return module_of(lambda self, *inputs: read(self.layer(*inputs)), layer=layer)
 
 
 def flat(x):
     return x.permute(0, 2, 3, 1).view(-1, x.shape[1])
+
+
+def sums():
+    def forward(self, x):
+        return flat(self.left(x) * self.right(x) + self.left(x))
+
+    return module_of(forward, left=nn.Conv2d(8, 6, 1), right=nn.Conv2d(8, 6, 1))
+
+
+def transposed():
+    """A matmul with a transposed parameter, which is read in its order in memory."""
+
+    def forward(self, x):
+        return x @ self.weight, self.weight.as_strided((1920,), (1,)).sum()
+
+    return module_of(forward, weight=nn.Parameter(torch.randn(40, 48).t()))
 
 
 def strided(x):
@@ -69,20 +60,20 @@ def as_complex(x):
 
 #: name -> (model, inputs, recipe, whether to decompose it first)
 CASES = {
-    "as_strided": lambda: (After(conv(), strided), images(), "mxfp8", False),
-    "view": lambda: (After(conv(), flat), images(), "mxfp8", False),
-    "view, weights only": lambda: (After(conv(), flat), images(), "mxfp4_weight_only", False),
+    "as_strided": lambda: (after(conv(), strided), images(), "mxfp8", False),
+    "view": lambda: (after(conv(), flat), images(), "mxfp8", False),
+    "view, weights only": lambda: (after(conv(), flat), images(), "mxfp4_weight_only", False),
     "view, model with channels last": lambda: (
-        After(conv(LAST), flat),
+        after(conv(LAST), flat),
         images(torch.contiguous_format),
         "mxfp4",
         False,
     ),
-    "view, both with channels last": lambda: (After(conv(LAST), flat), images(), "mxfp6", False),
+    "view, both with channels last": lambda: (after(conv(LAST), flat), images(), "mxfp6", False),
     "encoder, decomposed": lambda: (encoder(), (torch.randn(2, 7, 32),), "mxfp8", True),
-    "complex": lambda: (After(nn.Linear(16, 32), as_complex), (torch.randn(3, 16),), "mxint8", False),
-    "sums and products": lambda: (Sum(), images(), "mxfp8", False),
-    "transposed weight": lambda: (Transposed(), (torch.randn(3, 48),), "mxfp8", False),
+    "complex": lambda: (after(nn.Linear(16, 32), as_complex), (torch.randn(3, 16),), "mxint8", False),
+    "sums and products": lambda: (sums(), images(), "mxfp8", False),
+    "transposed weight": lambda: (transposed(), (torch.randn(3, 48),), "mxfp8", False),
 }
 
 

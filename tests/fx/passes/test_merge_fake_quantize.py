@@ -5,6 +5,7 @@ from torch.utils import _pytree as pytree
 import pt2mx
 from pt2mx import ops
 from pt2mx.fx.passes.fuse_qdq import merge_fake_quantize
+from tests.models import module_of
 
 aten = torch.ops.aten
 X = torch.randn(2, 3, 192)
@@ -96,13 +97,8 @@ CASES = {
 }
 
 
-class Model(torch.nn.Module):
-    def __init__(self, after):
-        super().__init__()
-        self.after = after
-
-    def forward(self, x):
-        return pytree.tree_map(torch.neg, self.after(x * 2))
+def between(after):
+    return module_of(lambda self, x: pytree.tree_map(torch.neg, after(x * 2)))
 
 
 @pytest.mark.compiled_cases(
@@ -117,7 +113,7 @@ class Model(torch.nn.Module):
 @pytest.mark.parametrize("name", CASES)
 def test_before_and_after(name):
     after, before, left = CASES[name]
-    model = torch.export.export(Model(after), (X,), dynamic_shapes=({0: torch.export.Dim("batch")},)).module()
+    model = torch.export.export(between(after), (X,), dynamic_shapes=({0: torch.export.Dim("batch")},)).module()
     want = model(X)
     assert len(model.graph.find_nodes(op="call_function", target=ops.fake_quantize_mx)) == before
     assert merge_fake_quantize(model) is model
@@ -129,7 +125,7 @@ def test_before_and_after(name):
 
 
 def test_values_are_told_as_they_are():
-    model = torch.export.export(Model(attention), (X,)).module()
+    model = torch.export.export(between(attention), (X,)).module()
     merge_fake_quantize(model)
 
     class Compare(torch.fx.Interpreter):

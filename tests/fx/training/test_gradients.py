@@ -9,20 +9,15 @@ import pt2mx
 from pt2mx import MXQuantizationConfig, MXQuantizer, fake_quantize_mx, microxcaling
 from pt2mx.torchmx.mx_tensor import MXTensor, NoopFwToMXBw
 from tests.compare import relative_error, same
+from tests.models import module_of
 
 #: 16 bits for each value
 FINE = "int16{1}"
 
 
-class Call(nn.Module):
-    """A function of its inputs; those after the first are parameters."""
-
-    def __init__(self, function, *parameters):
-        super().__init__()
-        self.function, self.tensors = function, nn.ParameterList(parameters)
-
-    def forward(self, x):
-        return self.function(x, *self.tensors)
+def call(function, *parameters):
+    """Return a function of its inputs; those after the first are parameters."""
+    return module_of(lambda self, x: function(x, *self.tensors), tensors=nn.ParameterList(parameters))
 
 
 def attention(**how):
@@ -38,13 +33,13 @@ _SEEN = numbers(9, 7) > -0.5
 OPERATORS = {
     "linear": (nn.Linear(70, 33), (2, 41, 70)),
     "linear of a vector": (nn.Linear(70, 33, bias=False), (70,)),
-    "addmm": (Call(lambda x, w, b: torch.addmm(b, x, w, beta=2, alpha=0.5), numbers(20, 13), numbers(13)), (5, 20)),
-    "mm": (Call(torch.mm, numbers(20, 13)), (5, 20)),
-    "bmm": (Call(torch.bmm, numbers(2, 70, 33)), (2, 41, 70)),
-    "matmul": (Call(torch.matmul, numbers(3, 1, 70, 33)), (2, 41, 70)),
-    "matmul by a matrix": (Call(torch.matmul, numbers(70, 33)), (2, 3, 41, 70)),
+    "addmm": (call(lambda x, w, b: torch.addmm(b, x, w, beta=2, alpha=0.5), numbers(20, 13), numbers(13)), (5, 20)),
+    "mm": (call(torch.mm, numbers(20, 13)), (5, 20)),
+    "bmm": (call(torch.bmm, numbers(2, 70, 33)), (2, 41, 70)),
+    "matmul": (call(torch.matmul, numbers(3, 1, 70, 33)), (2, 41, 70)),
+    "matmul by a matrix": (call(torch.matmul, numbers(70, 33)), (2, 3, 41, 70)),
     "baddbmm": (
-        Call(lambda x, w, b: torch.baddbmm(b, x, w, alpha=0.5), numbers(2, 20, 13), numbers(5, 1)),
+        call(lambda x, w, b: torch.baddbmm(b, x, w, alpha=0.5), numbers(2, 20, 13), numbers(5, 1)),
         (2, 5, 20),
     ),
     "conv1d": (nn.Conv1d(12, 6, 3, stride=2, padding="valid"), (2, 12, 9)),
@@ -54,13 +49,13 @@ OPERATORS = {
     "conv3d": (nn.Conv3d(12, 6, (1, 2, 3), padding=(0, 1, 1), groups=2), (2, 12, 5, 4, 6)),
     "transposed": (nn.ConvTranspose2d(12, 6, 3, 2, 1, output_padding=1, dilation=2, groups=3), (2, 12, 5, 4)),
     "transposed, one group": (nn.ConvTranspose1d(12, 6, 3), (2, 12, 5)),
-    "attention": (Call(attention(is_causal=True), numbers(2, 3, 7, 8), numbers(2, 3, 7, 5)), (2, 3, 9, 8)),
+    "attention": (call(attention(is_causal=True), numbers(2, 3, 7, 8), numbers(2, 3, 7, 5)), (2, 3, 9, 8)),
     "attention, learned mask": (
-        Call(lambda q, k, v, m: attention(scale=0.7)(q, k, v, m), numbers(7, 8), numbers(7, 8), numbers(1, 9, 7)),
+        call(lambda q, k, v, m: attention(scale=0.7)(q, k, v, m), numbers(7, 8), numbers(7, 8), numbers(1, 9, 7)),
         (2, 9, 8),
     ),
     "attention, shared heads": (
-        Call(attention(enable_gqa=True, attn_mask=_SEEN), numbers(2, 2, 7, 8), numbers(2, 2, 7, 8)),
+        call(attention(enable_gqa=True, attn_mask=_SEEN), numbers(2, 2, 7, 8), numbers(2, 2, 7, 8)),
         (2, 6, 9, 8),
     ),
 }

@@ -8,6 +8,7 @@ from torch import nn
 import pt2mx
 from pt2mx import MXQuantizer, get_default_mx_quantization_config
 from pt2mx.fx.training.train_eval import Counter, TrainEvalOp, to_evaluation, to_train_eval_modules
+from tests.models import module_of
 from tests.training_models import WITH_MODES
 
 pytestmark = pytest.mark.filterwarnings("ignore:The tensor attributes self.rnn:UserWarning")  # torch.export
@@ -81,21 +82,14 @@ def test_a_converted_model_evaluates_in_both_modes(prepare):
         assert torch.equal(nn.Sequential(converted).eval()(x), want)
 
 
-class Samples(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
-
-    def forward(self, x):
-        return self.layers(x) + torch.randn_like(x)
-
-
 @pytest.mark.filterwarnings("ignore:the exported model runs .* in training mode")
 def test_a_warning_names_what_draws_random_numbers_in_both_modes():
     x = torch.randn(4, 8)
     decomposed = torch.export.export(nn.AlphaDropout(0.5).train(), (x,)).run_decompositions()
     graphs = [("bernoulli", decomposed.module())]
-    graphs += [("randn_like", torch.export.export(Samples().train(mode), (x,)).module()) for mode in (True, False)]
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
+    samples = module_of(lambda self, x: self.layers(x) + torch.randn_like(x), layers=layers)
+    graphs += [("randn_like", torch.export.export(samples.train(mode), (x,)).module()) for mode in (True, False)]
     for i, (name, graph) in enumerate(graphs):
         for prepare in (pt2mx.prepare_pt2e, pt2mx.prepare_qat_pt2e):
             with warnings.catch_warnings(record=True) as caught:

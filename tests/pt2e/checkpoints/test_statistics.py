@@ -8,6 +8,7 @@ from pt2mx import MXError, MXQuantizer, convert_checkpoint
 from pt2mx.algorithms import GPTQ, Rotation, gptq
 from pt2mx.pt2e.checkpoints.statistics import InputStatistics, StatisticsFile, collect_statistics, save_statistics
 from tests.language_models import tiny_decoder, transformers
+from tests.models import module_of
 
 SPEC = "mxfp4(even,even)"
 
@@ -36,15 +37,11 @@ def test_sums_of_inputs():
 
 
 def test_inputs_of_each_form():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.vector, self.keyword, self.none = (nn.Linear(4, 4) for _ in range(3))
+    def net(self, x):
+        return self.vector(x), self.keyword(input=x[None]), self.none(x.new_empty(0, 4))
 
-        def forward(self, x):
-            return self.vector(x), self.keyword(input=x[None]), self.none(x.new_empty(0, 4))
-
-    result = collect_statistics(Net(), [torch.arange(4.0)])
+    layers = {name: nn.Linear(4, 4) for name in ("vector", "keyword", "none")}
+    result = collect_statistics(module_of(net, **layers), [torch.arange(4.0)])
     assert {name: one.rows for name, one in result.items()} == {"vector.weight": 1, "keyword.weight": 1}
     assert torch.equal(result["vector.weight"].hessian, torch.outer(torch.arange(4.0), torch.arange(4.0)))
 

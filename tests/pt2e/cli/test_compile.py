@@ -23,6 +23,7 @@ from pt2mx.pt2e.inspect.inspect_file import inspect_file
 from pt2mx.pt2e.inspect.schema import TensorInfo
 from pt2mx.pt2e.packages.compile import compile_program
 from pt2mx.pt2e.program import provenance
+from tests.models import module_of
 
 #: runs a package in another process, and compares the bits
 IN_ANOTHER_PROCESS = """
@@ -40,17 +41,12 @@ for name in sys.argv[3:]:
 """
 
 
-class Net(nn.Module):
-    """Ragged blocks, layers with and without a bias. Everything except the matmuls is exact.
+def net():  # (B, S, 70), (B, 1, 128) -> (B, S, 16)
+    """Return ragged blocks, layers with and without a bias. Everything except the matmuls is exact.
 
     No quantization follows a matmul, because it could turn a difference in the last bit into a step."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(70, 128), nn.Linear(128, 16, bias=False)
-
-    def forward(self, x, gate):  # (B, S, 70), (B, 1, 128) -> (B, S, 16)
-        return self.down(torch.relu(self.up(x)) * gate)
+    up, down = nn.Linear(70, 128), nn.Linear(128, 16, bias=False)
+    return module_of(lambda self, x, gate: self.down(torch.relu(self.up(x)) * gate), up=up, down=down)
 
 
 def inputs(batch, sequence):
@@ -68,7 +64,7 @@ def folder(tmp_path_factory):
         "down", get_default_mx_quantization_config("mxfp4", None)
     )
     args = inputs(4, 3)
-    prepared = pt2mx.prepare_pt2e(export(Net().eval(), args, shapes).module(), quantizer)
+    prepared = pt2mx.prepare_pt2e(export(net().eval(), args, shapes).module(), quantizer)
     converted = pt2mx.convert_pt2e(prepared)
     pt2mx.save_program(export(converted, args, shapes), path / "net.pt2", quantizer)
     lowered = lower_to_inductor(converted)
@@ -240,7 +236,7 @@ def test_run_times_the_package_beside_a_program(here, compiled_float, capsys):
 
 @pytest.mark.compiled
 def test_the_float_models_of_a_program_and_of_a_float_program(here, capsys):
-    torch.export.save(torch.export.export(Net().eval(), inputs(4, 3)), "float.program.pt2")
+    torch.export.save(torch.export.export(net().eval(), inputs(4, 3)), "float.program.pt2")
     for program in ("net.pt2", "float.program.pt2"):
         assert main(["run", "net.aoti.pt2", "--benchmark", "--float", program, "--json"]) == 0
         rows = json.loads(capsys.readouterr().out)["speed"]["rows"]

@@ -12,17 +12,11 @@ from pt2mx.pt2e.packages.compile import compile_program
 from tests.models import module_of
 
 
-class Attention(nn.Module):
+def attention(self, x):  # (B, S, 64) -> (B, S, 64)
     """Attention whose probabilities and values are also quantized, along the sequence."""
-
-    def __init__(self):
-        super().__init__()
-        self.qkv, self.out = nn.Linear(64, 192), nn.Linear(64, 64)
-
-    def forward(self, x):  # (B, S, 64) -> (B, S, 64)
-        q, k, v = (t.unflatten(-1, (2, 32)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
-        weights = torch.softmax(q @ k.transpose(-1, -2) / 32**0.5, -1)
-        return self.out((weights @ v).transpose(1, 2).flatten(2))
+    q, k, v = (t.unflatten(-1, (2, 32)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+    weights = torch.softmax(q @ k.transpose(-1, -2) / 32**0.5, -1)
+    return self.out((weights @ v).transpose(1, 2).flatten(2))
 
 
 @pytest.mark.compiled
@@ -31,7 +25,8 @@ class Attention(nn.Module):
 def test_package_of_an_attention_takes_sequences_of_every_length(example, portable, quantize, tmp_path):
     torch.manual_seed(0)
     x, shapes = torch.randn(2, example, 64), ({1: torch.export.Dim("sequence", min=2, max=512)},)
-    _, _, converted = quantize(export(Attention().eval(), (x,), shapes), MXQuantizer.from_recipe("mxfp8"), (x,))
+    model = module_of(attention, qkv=nn.Linear(64, 192), out=nn.Linear(64, 64)).eval()
+    _, _, converted = quantize(export(model, (x,), shapes), MXQuantizer.from_recipe("mxfp8"), (x,))
     compile_program(export(converted, (x,), shapes), tmp_path / "net.pt2", portable=portable)
     package = load_package(tmp_path / "net.pt2")
     for length in (2, 17, 32, 33, 64, 70, 200):

@@ -140,19 +140,13 @@ def test_a_counter_that_is_no_batch_norms_counts_in_evaluation_too():
 def test_what_is_called_a_scale_is_none():
     """The search for NaN blocks reads the scales of the graph under any name."""
 
-    class Named(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(64, 8)
-            for name in ("mask_data", "mask_scale"):
-                self.register_buffer(name, torch.full((8,), 255, dtype=torch.uint8))
-            self.linear.register_buffer("weight_scale", torch.ones(8))  # folding takes another name
-
-        def forward(self, x):
-            return self.linear(x) * self.linear.weight_scale + self.mask_data + self.mask_scale
+    def forward(self, x):
+        return self.linear(x) * self.linear.weight_scale + self.mask_data + self.mask_scale
 
     for spoiled, names in ((0.0, []), (float("nan"), ["linear.weight"])):
-        model = Named()
+        masks = {name: nn.Buffer(torch.full((8,), 255, dtype=torch.uint8)) for name in ("mask_data", "mask_scale")}
+        model = module_of(forward, linear=nn.Linear(64, 8), **masks)
+        model.linear.register_buffer("weight_scale", torch.ones(8))  # folding takes another name
         model.linear.weight.data[0, 0] = spoiled
         prepared = pt2mx.prepare_pt2e(exported(model.eval(), torch.ones(2, 64)), MXQuantizer.from_recipe("mxfp8"))
         with warnings.catch_warnings():

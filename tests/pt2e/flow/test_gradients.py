@@ -13,6 +13,7 @@ from pt2mx import MXQuantizationConfig, MXQuantizer
 from pt2mx.fx.training.gradients import QuantizedBackward
 from tests import subgraph_models
 from tests.compare import relative_error, same
+from tests.models import module_of
 from tests.training_models import NORMALIZED_LAYERS, layer_and_norm
 
 FINE = "int16{1}"
@@ -177,17 +178,11 @@ def test_a_dynamic_batch():
     ],
 )
 def test_a_warning_names_operators_whose_gradients_stay(model, shape, named):
-    class Vector(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(64))
-
-        def forward(self, x):
-            return model(x, self.weight)
-
+    if not isinstance(function := model, nn.Module):
+        model = module_of(lambda self, x: function(x, self.weight), weight=nn.Parameter(torch.randn(64)))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of torch, about the export
-        exported = torch.export.export(model if isinstance(model, nn.Module) else Vector(), (numbers(*shape),)).module()
+        exported = torch.export.export(model, (numbers(*shape),)).module()
     quantizer = MXQuantizer().set_global(MXQuantizationConfig(gradient="mxfp8", **FORMATS))
     with pytest.warns(UserWarning, match=f"{named}.* compute their gradients in high precision"):
         pt2mx.prepare_qat_pt2e(exported, quantizer)

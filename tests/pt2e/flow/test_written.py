@@ -94,18 +94,12 @@ def test_running_a_prepared_model_changes_no_buffer_of_the_callers():
 
 
 def test_a_written_buffer_of_which_another_is_an_expanded_view(quantize):
-    class Doubling(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(64, 64)
-            self.register_buffer("one", torch.ones(1))
-            self.register_buffer("ones", self.one.expand(64))
+    def forward(self, x):
+        self.one.mul_(2)
+        return self.linear(x * self.ones)
 
-        def forward(self, x):
-            self.one.mul_(2)
-            return self.linear(x * self.ones)
-
-    model, x = Doubling(), torch.randn(4, 64)
+    one, x = torch.ones(1), torch.randn(4, 64)
+    model = module_of(forward, linear=nn.Linear(64, 64), one=nn.Buffer(one), ones=nn.Buffer(one.expand(64)))
     program = torch.export.export(copy.deepcopy(model), (x,))
     expected, _, converted = quantize(program, QUANTIZER, (x,))
     assert converted.one.item() == 1 and converted.ones.unique().item() == 1

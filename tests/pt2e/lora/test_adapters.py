@@ -8,7 +8,7 @@ import pt2mx
 from pt2mx.pt2e.lora.adapters import adapters_of
 from tests.compare import sqnr
 from tests.flow import calibrated, convert, exported, reloaded
-from tests.models import IDS, Tied
+from tests.models import IDS, Tied, module_of
 from tests.training_models import random_adapters
 
 X = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
@@ -92,15 +92,8 @@ def test_compiled_steps_are_the_eager_ones():
 
 
 def test_a_layer_that_is_called_twice_has_one_adapter():
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(64, 64)
-
-        def forward(self, x):
-            return self.layer(torch.relu(self.layer(x)))
-
-    lora = random_adapters(pt2mx.add_lora(convert(Twice().eval(), (X,), "mxfp4_weight_only")))
+    twice = module_of(lambda self, x: self.layer(torch.relu(self.layer(x))), layer=nn.Linear(64, 64))
+    lora = random_adapters(pt2mx.add_lora(convert(twice, (X,), "mxfp4_weight_only")))
     (adapter,) = adapters_of(lora).values()
     assert len(adapter.sums) == 2
     merged = pt2mx.merge_lora(lora).model

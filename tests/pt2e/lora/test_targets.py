@@ -10,23 +10,20 @@ import pt2mx
 from pt2mx import MXError, MXQuantizer
 from pt2mx.pt2e.lora.adapters import adapters_of
 from tests.flow import convert, exported, reloaded
+from tests.models import module_of
 
 X = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
 
 
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.q_proj, self.o_proj, self.norm = nn.Linear(64, 64), nn.Linear(64, 64), nn.LayerNorm(64)
-
-    def forward(self, x):
-        return self.norm(x + self.o_proj(torch.relu(self.q_proj(x))))
+def block():
+    layers = {"q_proj": nn.Linear(64, 64), "o_proj": nn.Linear(64, 64), "norm": nn.LayerNorm(64)}
+    return module_of(lambda self, x: self.norm(x + self.o_proj(torch.relu(self.q_proj(x)))), **layers)
 
 
 @pytest.fixture(scope="module")
 def converted():
     torch.manual_seed(0)
-    model = nn.Sequential(Block(), Block(), nn.Linear(64, 8)).eval()
+    model = nn.Sequential(block(), block(), nn.Linear(64, 8)).eval()
     return convert(model, (X,), MXQuantizer.from_recipe("mxfp4_weight_only").set_module_name("2", None))
 
 
@@ -56,7 +53,7 @@ def test_targets(converted, targets, modules):
         ({"targets": ["2"]}, "'2': 2 has float weights, or is in a subgraph"),
         ({"targets": ".*"}, "'.*': 2 has float weights"),
         ({"targets": ["norm"]}, r"'norm' is no linear layer, but '0.norm' \(LayerNorm\), '1.norm'"),
-        ({"targets": ["0"]}, r"'0' is no linear layer, but '0' \(Block\)"),
+        ({"targets": ["0"]}, r"'0' is no linear layer, but '0' \(Model\)"),
         ({"targets": "("}, r"'\(' is no regular expression"),
         ({"targets": []}, r"targets=\[\] must be 'all-linear', a regular expression, or a list"),
         ({"targets": None}, "targets=None must be"),

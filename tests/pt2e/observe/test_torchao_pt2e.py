@@ -3,19 +3,7 @@ import torch
 from torch import nn
 
 from pt2mx import MXQuantizer, prepare_pt2e
-
-
-class Shared(nn.Module):
-    def __init__(self, use):
-        super().__init__()
-        self.use = use
-        self.conv, self.bn, self.bn2 = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.BatchNorm2d(4)
-        for bn in (self.bn, self.bn2):
-            bn.running_var.fill_(4.0)
-            bn.running_mean.normal_()
-
-    def forward(self, x):
-        return self.use(self, x)
+from tests.models import module_of
 
 
 @pytest.mark.parametrize(
@@ -27,7 +15,11 @@ class Shared(nn.Module):
     ],
 )
 def test_a_batch_norm_whose_producer_is_shared_is_not_folded(use):
-    model, x = Shared(use).eval(), torch.randn(2, 4, 3, 3)
+    model = module_of(use, conv=nn.Conv2d(4, 4, 1), bn=nn.BatchNorm2d(4), bn2=nn.BatchNorm2d(4)).eval()
+    for bn in (model.bn, model.bn2):
+        bn.running_var.fill_(4.0)
+        bn.running_mean.normal_()
+    x = torch.randn(2, 4, 3, 3)
     exported = torch.export.export(model, (x,)).module()
     assert torch.allclose(prepare_pt2e(exported, MXQuantizer.from_recipe("mxfp8"))(x), model(x), atol=1e-5)
 

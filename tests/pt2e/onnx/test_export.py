@@ -37,44 +37,29 @@ class Attention(nn.Module):
         return self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
-class Images(nn.Module):
-    """Ragged blocks along the channels, a grouped and a transposed convolution."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.grouped = nn.Conv2d(40, 64, 3, padding=1), nn.Conv2d(64, 64, 3, groups=2)
-        self.last = nn.ConvTranspose2d(64, 20, 2)
-
-    def forward(self, x):  # (B, 40, H, W) -> (B, 20, H - 1, W - 1)
-        return self.last(torch.relu(self.grouped(torch.relu(self.first(x)))))
+def images():  # (B, 40, H, W) -> (B, 20, H - 1, W - 1)
+    """Return ragged blocks along the channels, a grouped and a transposed convolution."""
+    torch.manual_seed(0)
+    first, grouped = nn.Conv2d(40, 64, 3, padding=1), nn.Conv2d(64, 64, 3, groups=2)
+    return nn.Sequential(first, nn.ReLU(), grouped, nn.ReLU(), nn.ConvTranspose2d(64, 20, 2))
 
 
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.lstm = nn.LSTM(40, 48, batch_first=True)
-
-    def forward(self, x):  # (B, S, 40) -> (B, S, 48)
-        return self.lstm(x)[0]
+def recurrent():  # (B, S, 40) -> (B, S, 48)
+    torch.manual_seed(0)
+    return module_of(lambda self, x: self.lstm(x)[0], lstm=nn.LSTM(40, 48, batch_first=True))
 
 
-class Matmul(nn.Module):
-    """Blocks along a dynamic dimension."""
-
-    def forward(self, a, b):  # (B, M, K), (B, K, N)
-        return a @ b
+def matmul():  # (B, M, K), (B, K, N)
+    """Return blocks along a dynamic dimension."""
+    return module_of(lambda self, a, b: a @ b)
 
 
-class Branches(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.linear = nn.Linear(64, 64)
-
+def branches():
     def forward(self, x):
         return torch.cond(x.sum() > 0, lambda y: self.linear(y), lambda y: self.linear(-y) * 2, (x,))
+
+    torch.manual_seed(0)
+    return module_of(forward, linear=nn.Linear(64, 64))
 
 
 def ids(*shape):
@@ -84,10 +69,10 @@ def ids(*shape):
 #: model, example inputs, dynamic shapes, other inputs, nodes of mxfp4
 MODELS = {
     "attention": (Attention(), (ids(2, 50),), ({0: BATCH, 1: SEQUENCE},), [(ids(3, 7),), (ids(2, 64),)], 8),
-    "images": (Images(), (torch.randn(2, 40, 6, 6),), ({0: BATCH},), [(torch.randn(3, 40, 6, 6),)], 6),
-    "recurrent": (Recurrent(), (torch.randn(2, 3, 40),), ({0: BATCH},), [(torch.randn(4, 3, 40),)], 3),
+    "images": (images(), (torch.randn(2, 40, 6, 6),), ({0: BATCH},), [(torch.randn(3, 40, 6, 6),)], 6),
+    "recurrent": (recurrent(), (torch.randn(2, 3, 40),), ({0: BATCH},), [(torch.randn(4, 3, 40),)], 3),
     "matmul": (
-        Matmul(),
+        matmul(),
         (torch.randn(2, 3, 40), torch.randn(2, 40, 6)),
         ({2: Dim("k")}, {1: Dim("k")}),
         [(torch.randn(2, 3, n), torch.randn(2, n, 6)) for n in (7, 67, 64)],
@@ -192,7 +177,7 @@ def test_bfloat16(tmp_path):
 
 def test_branches(tmp_path):
     inputs = (torch.randn(2, 64),)
-    converted, written = exported_to(tmp_path / "net.onnx", Branches(), inputs, "mxfp8")
+    converted, written = exported_to(tmp_path / "net.onnx", branches(), inputs, "mxfp8")
     for x in (inputs[0], -inputs[0]):
         assert sqnr(run(written, x)[0], converted(x)) > 100
 

@@ -27,15 +27,9 @@ def prepared():
     return pt2mx.prepare_pt2e(exported(nn.Linear(64, 8), *X), MXQuantizer.from_recipe("mxfp8"))
 
 
-class Eigenvalues(nn.Module):
+def eigenvalues():
     """An operator that torch's exporter does not translate."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(64, 64)
-
-    def forward(self, x):
-        return torch.linalg.eigvalsh(self.linear(x))
+    return module_of(lambda self, x: torch.linalg.eigvalsh(self.linear(x)), linear=nn.Linear(64, 64))
 
 
 class WithNumber(nn.Linear):
@@ -46,15 +40,12 @@ class WithNumber(nn.Linear):
         return super().forward(x), 3
 
 
-class Counter(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(64, 8)
-        self.register_buffer("calls", torch.zeros(()))
-
+def counter():
     def forward(self, x):
         self.calls.add_(1)
         return self.linear(x) * self.calls
+
+    return module_of(forward, linear=nn.Linear(64, 8), calls=nn.Buffer(torch.zeros(())))
 
 
 def test_the_model_stays_as_it_is(tmp_path):
@@ -79,8 +70,13 @@ def test_the_model_stays_as_it_is(tmp_path):
         (linear, X, {"opset": True}, "opset=True must be an integer from 18 to 25"),
         (lambda: linear(rounding="stochastic"), X, {}, "ONNX files hold the scale modes"),
         (lambda: linear(scale_mode="mse"), X, {}, "ONNX files hold the scale modes"),
-        (lambda: convert(Eigenvalues(), SQUARE), SQUARE, {}, "No ONNX function found for <OpOverload(op='aten._linalg"),
-        (lambda: convert(Counter(), X), X, {}, "the model writes to its buffer 'calls'"),
+        (
+            lambda: convert(eigenvalues(), SQUARE),
+            SQUARE,
+            {},
+            "No ONNX function found for <OpOverload(op='aten._linalg",
+        ),
+        (lambda: convert(counter(), X), X, {}, "the model writes to its buffer 'calls'"),
         (linear, (torch.randn(2, 65),), {}, "could not export the model for these inputs and dynamic shapes: Assert"),
         (linear, (*X, *X), {}, "could not export the model for these inputs and dynamic shapes: TypeError: too many"),
         (linear, X, {"dynamic_shapes": ({5: torch.export.Dim("n")},)}, "and dynamic shapes: IndexError"),

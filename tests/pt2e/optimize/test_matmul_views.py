@@ -4,6 +4,7 @@ from torch import nn
 
 from pt2mx.pt2e.optimize.matmul_views import columns_are_last, matmul_of, same_matrices, without_padding
 from pt2mx.pt2e.optimize.observers import sample
+from tests.models import module_of
 
 aten = torch.ops.aten
 
@@ -26,50 +27,45 @@ CASES = {
 }
 
 
-class Matmul(nn.Module):
-    def __init__(self, function, *shape):
-        super().__init__()
-        self.function, self.weight = function, nn.Parameter(torch.randn(shape))
-
-    def forward(self, *inputs):
-        return self.function(*inputs, self.weight)
+def by_weight(function, *shape):
+    return module_of(lambda self, *x: function(*x, self.weight), weight=nn.Parameter(torch.randn(shape)))
 
 
 def einsum(equation, *shape):
-    return Matmul(lambda x, w: torch.einsum(equation, x, w), *shape)
+    return by_weight(lambda x, w: torch.einsum(equation, x, w), *shape)
 
 
 CASES |= {
-    "mm": (Matmul(torch.mm, 12, 5), (7, 12)),
-    "matmul": (Matmul(torch.matmul, 12, 5), (2, 7, 12)),
-    "matmul by a vector": (Matmul(torch.matmul, 12), (2, 7, 12)),
-    "matmul of a vector": (Matmul(torch.matmul, 12, 5), (12,)),
-    "mv": (Matmul(torch.mv, 12), (7, 12)),
-    "dot": (Matmul(torch.dot, 12), (12,)),
-    "inner": (Matmul(torch.inner, 5, 12), (2, 7, 12)),
-    "linear by a vector": (Matmul(nn.functional.linear, 12), (7, 12)),
-    "addmm": (Matmul(lambda x, w: torch.addmm(torch.zeros(5), x, w), 12, 5), (7, 12)),
-    "addmv": (Matmul(lambda x, w: torch.addmv(torch.zeros(7), x, w), 12), (7, 12)),
-    "bmm": (Matmul(torch.bmm, 3, 12, 5), (3, 7, 12)),
-    "baddbmm": (Matmul(lambda x, w: torch.baddbmm(torch.zeros(5), x, w), 3, 12, 5), (3, 7, 12)),
-    "addbmm": (Matmul(lambda x, w: torch.addbmm(torch.zeros(5), x, w), 3, 12, 5), (3, 7, 12)),
-    "matmul by one matrix": (Matmul(torch.matmul, 1, 12, 5), (3, 7, 12)),
-    "matmul of many axes": (Matmul(torch.matmul, 2, 3, 12, 5), (2, 3, 7, 12)),
-    "tensordot": (Matmul(lambda x, w: torch.tensordot(x, w, 2), 4, 12, 5), (7, 4, 12)),
-    "no rows": (Matmul(torch.bmm, 3, 12, 5), (3, 0, 12)),
+    "mm": (by_weight(torch.mm, 12, 5), (7, 12)),
+    "matmul": (by_weight(torch.matmul, 12, 5), (2, 7, 12)),
+    "matmul by a vector": (by_weight(torch.matmul, 12), (2, 7, 12)),
+    "matmul of a vector": (by_weight(torch.matmul, 12, 5), (12,)),
+    "mv": (by_weight(torch.mv, 12), (7, 12)),
+    "dot": (by_weight(torch.dot, 12), (12,)),
+    "inner": (by_weight(torch.inner, 5, 12), (2, 7, 12)),
+    "linear by a vector": (by_weight(nn.functional.linear, 12), (7, 12)),
+    "addmm": (by_weight(lambda x, w: torch.addmm(torch.zeros(5), x, w), 12, 5), (7, 12)),
+    "addmv": (by_weight(lambda x, w: torch.addmv(torch.zeros(7), x, w), 12), (7, 12)),
+    "bmm": (by_weight(torch.bmm, 3, 12, 5), (3, 7, 12)),
+    "baddbmm": (by_weight(lambda x, w: torch.baddbmm(torch.zeros(5), x, w), 3, 12, 5), (3, 7, 12)),
+    "addbmm": (by_weight(lambda x, w: torch.addbmm(torch.zeros(5), x, w), 3, 12, 5), (3, 7, 12)),
+    "matmul by one matrix": (by_weight(torch.matmul, 1, 12, 5), (3, 7, 12)),
+    "matmul of many axes": (by_weight(torch.matmul, 2, 3, 12, 5), (2, 3, 7, 12)),
+    "tensordot": (by_weight(lambda x, w: torch.tensordot(x, w, 2), 4, 12, 5), (7, 4, 12)),
+    "no rows": (by_weight(torch.bmm, 3, 12, 5), (3, 0, 12)),
     "einsum": (einsum("bsk,kn->bsn", 12, 5), (2, 7, 12)),
     "einsum of heads": (einsum("...hk,hkn->...hn", 3, 12, 5), (2, 7, 3, 12), (2, 0, 1, 3)),
     "einsum of two labels": (einsum("bshk,hkn", 3, 12, 5), (2, 7, 3, 12), (0, 2, 1)),
     # (groups, rows, N) from dimensions in another order
-    "weight on the left": (Matmul(lambda x, w: w @ x, 5, 12), (12, 7), (1, 0)),
-    "matmul by a weight on the left": (Matmul(lambda x, w: w @ x, 5, 12), (3, 12, 7), (0, 2, 1)),
-    "mm by a weight on the left": (Matmul(lambda x, w: torch.mm(w, x), 5, 12), (12, 7), (1, 0)),
-    "vector on the left": (Matmul(lambda x, w: w @ x, 12), (2, 12, 7)),
-    "bmm by weights on the left": (Matmul(lambda x, w: torch.bmm(w, x), 3, 5, 12), (3, 12, 7), (0, 2, 1)),
-    "mv of a weight": (Matmul(lambda x, w: torch.mv(w, x), 5, 12), (12,)),
-    "one x for all matrices": (Matmul(torch.matmul, 3, 12, 5), (7, 12), (1, 0, 2)),
-    "one x for some matrices": (Matmul(torch.matmul, 2, 3, 12, 5), (2, 1, 7, 12), (0, 2, 1, 3)),
-    "one matrix for some x": (Matmul(torch.matmul, 1, 3, 12, 5), (2, 3, 7, 12), (1, 0, 2, 3)),
+    "weight on the left": (by_weight(lambda x, w: w @ x, 5, 12), (12, 7), (1, 0)),
+    "matmul by a weight on the left": (by_weight(lambda x, w: w @ x, 5, 12), (3, 12, 7), (0, 2, 1)),
+    "mm by a weight on the left": (by_weight(lambda x, w: torch.mm(w, x), 5, 12), (12, 7), (1, 0)),
+    "vector on the left": (by_weight(lambda x, w: w @ x, 12), (2, 12, 7)),
+    "bmm by weights on the left": (by_weight(lambda x, w: torch.bmm(w, x), 3, 5, 12), (3, 12, 7), (0, 2, 1)),
+    "mv of a weight": (by_weight(lambda x, w: torch.mv(w, x), 5, 12), (12,)),
+    "one x for all matrices": (by_weight(torch.matmul, 3, 12, 5), (7, 12), (1, 0, 2)),
+    "one x for some matrices": (by_weight(torch.matmul, 2, 3, 12, 5), (2, 1, 7, 12), (0, 2, 1, 3)),
+    "one matrix for some x": (by_weight(torch.matmul, 1, 3, 12, 5), (2, 3, 7, 12), (1, 0, 2, 3)),
 }
 
 
@@ -173,20 +169,20 @@ def test_layouts_that_make_the_same_matrices():
 
     shape = torch.Size((3, 12, 5))
     batched, shared, both = (
-        view(Matmul(torch.matmul, *shape), (3, 7, 12)),
-        view(Matmul(torch.matmul, *shape), (7, 12)),
-        view(Matmul(lambda x, w: torch.tensordot(x, w, 2), *shape), (7, 3, 12)),
+        view(by_weight(torch.matmul, *shape), (3, 7, 12)),
+        view(by_weight(torch.matmul, *shape), (7, 12)),
+        view(by_weight(lambda x, w: torch.tensordot(x, w, 2), *shape), (7, 3, 12)),
     )
     assert same_matrices([batched, view(einsum("hbk,hkn->bhn", *shape), (3, 7, 12))], shape)
     assert not same_matrices([batched, shared], shape) and not same_matrices([shared, both], shape)
-    turned = view(Matmul(lambda x, w: torch.tensordot(x, w, ((2, 1), (0, 1))), *shape), (7, 12, 3))
+    turned = view(by_weight(lambda x, w: torch.tensordot(x, w, ((2, 1), (0, 1))), *shape), (7, 12, 3))
     assert same_matrices([both, turned], shape)
     conv = [view(nn.Conv1d(6, 8, 3, padding=padding), (2, 6, 11)) for padding in (0, 1)]
     assert same_matrices(conv, torch.Size((8, 6, 3)))
 
 
 def test_experts_of_sorted_rows():
-    module = Matmul(lambda x, ends, w: nn.functional.grouped_mm(x, w.mT, offs=ends), 4, 8, 16)
+    module = by_weight(lambda x, ends, w: nn.functional.grouped_mm(x, w.mT, offs=ends), 4, 8, 16)
     module, x, ends = module.bfloat16(), torch.randn(11, 16).bfloat16(), torch.tensor([3, 3, 8, 10], dtype=torch.int32)
     graph = torch.export.export(module, (x, ends)).module().graph
     (node,) = graph.find_nodes(op="call_function", target=aten._grouped_mm.default)
@@ -238,9 +234,9 @@ def test_operators_outside_the_table():
     for module, shape in (
         (nn.ConvTranspose1d(4, 4, 3, groups=2), (1, 4, 9)),  # blocks run across the groups
         (einsum("bk,kn->n", 12, 5), (7, 12)),  # the sum of the rows
-        (Matmul(lambda x, w: torch.einsum("bk,kn,n->bn", x, w, torch.ones(5)), 12, 5), (7, 12)),
+        (by_weight(lambda x, w: torch.einsum("bk,kn,n->bn", x, w, torch.ones(5)), 12, 5), (7, 12)),
         (einsum("hk,hkn->hn", 3, 12, 5), (1, 12)),  # a dimension that is broadcast within a label
-        (Matmul(torch.linalg.vecdot, 12), (7, 12)),
-        (Matmul(torch.mul, 12), (7, 12)),
+        (by_weight(torch.linalg.vecdot, 12), (7, 12)),
+        (by_weight(torch.mul, 12), (7, 12)),
     ):
         assert matmul(module, torch.randn(shape))[1] is None

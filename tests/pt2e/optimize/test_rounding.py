@@ -80,21 +80,14 @@ def test_reasons():
     assert table[0].split()[:3] == ["weight", "format", "algorithm"] and len(table) == 3
 
 
-class Weight(nn.Module):
-    """x @ weight.T"""
-
-    def __init__(self, weight):
-        super().__init__()
-        self.weight = nn.Parameter(weight)
-
-    def forward(self, x):
-        return nn.functional.linear(x, self.weight)
+def layer_of(weight):
+    return module_of(lambda self, x: nn.functional.linear(x, self.weight), weight=nn.Parameter(weight))
 
 
 @pytest.mark.parametrize("factors", [(1e30, 1), (1e-35, 1), (1, 1e17), (1, 1e-20)])
 def test_values_whose_squares_leave_the_range(factors):
     weight, x = torch.randn(16, 64) * factors[0], correlated(256, 64) * factors[1]
-    optimized = pt2mx.optimize(exported(Weight(weight), x), MXQuantizer().set_global(W4), [x])
+    optimized = pt2mx.optimize(exported(layer_of(weight), x), MXQuantizer().set_global(W4), [x])
     row = rows(optimized)["weight"]
     assert row.algorithm == "gptq" and 0 < row.after < 0.7 * row.before < 0.05
 
@@ -104,7 +97,7 @@ def test_weights_that_cannot_be_rounded():
     broken = torch.randn(16, 64)
     broken[3, 5] = float("nan")
     for weight, reason in ((broken, "it holds an Inf or a NaN"), (torch.randn(0, 64), "it is empty")):
-        optimized = pt2mx.optimize(exported(Weight(weight), x), MXQuantizer().set_global(W4), [x])
+        optimized = pt2mx.optimize(exported(layer_of(weight), x), MXQuantizer().set_global(W4), [x])
         assert rows(optimized)["weight"].reason == reason
         assert torch.equal(optimized.get_parameter("weight").nan_to_num(), weight.nan_to_num())  # only the NaN differs
 
@@ -120,14 +113,9 @@ def test_low_precision_models(dtype):
 
 
 def test_one_weight_in_matmuls_that_reduce_different_dimensions():
-    class Both(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(3, 64, 32))
+    def both(self, x):  # (3, rows, 64): each by one matrix, and the first rows by all
+        return x @ self.weight, x[0] @ self.weight
 
-        def forward(self, x):  # (3, rows, 64): each by one matrix, and the first rows by all
-            return x @ self.weight, x[0] @ self.weight
-
-    x = correlated(3, 32, 64)
-    row = rows(pt2mx.optimize(exported(Both(), x), MXQuantizer().set_global(W4), [x]))["weight"]
+    model, x = module_of(both, weight=nn.Parameter(torch.randn(3, 64, 32))), correlated(3, 32, 64)
+    row = rows(pt2mx.optimize(exported(model, x), MXQuantizer().set_global(W4), [x]))["weight"]
     assert row.algorithm != "gptq" and row.reason.startswith("its matmuls reduce other dimensions of it")

@@ -6,7 +6,7 @@ import pt2mx
 from pt2mx import MXError
 from pt2mx.pt2e.page.graphs import DrawnGraph, node_positions
 from tests.flow import convert, exported
-from tests.models import Tied
+from tests.models import Tied, module_of
 from tests.subgraph_models import Branches
 
 IDS = torch.tensor([[1, 2]])
@@ -29,11 +29,8 @@ def test_rows_read_rows(forms):
 
 
 def test_items_of_tuples_guards_and_assertions_are_left_out(forms):
-    class Asserted(nn.Module):
-        def forward(self, x):
-            return x.split(2)[1].to(torch.float32) + 1
-
-    for model in (*forms, exported(Asserted(), torch.ones(4))):
+    asserted = module_of(lambda self, x: x.split(2)[1].to(torch.float32) + 1)
+    for model in (*forms, exported(asserted, torch.ones(4))):
         drawn = DrawnGraph.of(model, "model")
         assert not any(word in row.operator for row in drawn.rows for word in ("getitem", "_guards", "_assert"))
     assert [row.operator for row in drawn.rows] == [

@@ -6,6 +6,7 @@ import pt2mx
 from pt2mx import MXQuantizer
 from pt2mx.pt2e.program.build_program import can_become_program, program_of
 from tests.flow import calibrated, described
+from tests.models import module_of
 
 
 class TiedNet(nn.Module):
@@ -48,14 +49,8 @@ def test_the_program_of_a_graph_is_that_of_an_export(recipe, tmp_path):
 
 
 def test_which_graphs_become_a_program_without_an_export():
-    class Branches(torch.nn.Module):
-        def forward(self, x):
-            return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
-
-    class Pair(torch.nn.Module):
-        def forward(self, x):
-            return x + 1, None
-
-    for net, expected in ((torch.nn.Linear(4, 4), True), (Branches(), False), (Pair(), False)):
+    branches = module_of(lambda self, x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)))
+    pair = module_of(lambda self, x: (x + 1, None))
+    for net, expected in ((torch.nn.Linear(4, 4), True), (branches, False), (pair, False)):
         program = torch.export.export(net.eval(), (torch.ones(2, 4),))
         assert can_become_program(program.module(), program) is expected

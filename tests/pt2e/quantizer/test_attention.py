@@ -72,11 +72,7 @@ SPELLINGS = {
 
 
 def converted_of(function, inputs, config):
-    class Module(nn.Module):
-        def forward(self, *inputs):
-            return function(*inputs)
-
-    module = function if isinstance(function, nn.Module) else Module()
+    module = function if isinstance(function, nn.Module) else module_of(lambda self, *inputs: function(*inputs))
     return convert(module, inputs, pt2mx.MXQuantizer().set_global(config))
 
 
@@ -141,13 +137,8 @@ def decoder(attention, **options):
     return transformers.LlamaForCausalLM(config).eval()
 
 
-class Prefill(nn.Module):
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-
-    def forward(self, input_ids):
-        return self.model(input_ids=input_ids, use_cache=False).logits
+def prefill(self, input_ids):
+    return self.model(input_ids=input_ids, use_cache=False).logits
 
 
 def in_each_format(module, inputs):
@@ -176,7 +167,7 @@ def test_a_later_token_changes_nothing_before_it(attention):
     ids = torch.randint(64, (1, 40))
     other = ids.clone()
     other[0, -1] = (other[0, -1] + 1) % 64
-    for model in in_each_format(Prefill(decoder(attention)), {"input_ids": ids}):
+    for model in in_each_format(module_of(prefill, model=decoder(attention)), {"input_ids": ids}):
         first, second = model(input_ids=ids), model(input_ids=other)
         assert torch.equal(first[:, :-1], second[:, :-1])
         assert not torch.equal(first[:, -1], second[:, -1])

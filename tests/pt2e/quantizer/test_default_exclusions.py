@@ -10,6 +10,7 @@ import pt2mx
 from pt2mx import MXQuantizationConfig, MXQuantizer
 from pt2mx.analysis.agreement import fidelity
 from tests.flow import exported
+from tests.models import module_of
 
 FP4 = MXQuantizationConfig(weight="mxfp4", activation="mxfp4")
 
@@ -48,33 +49,17 @@ class Functional(Fourier):
         return nn.functional.linear(2 * x - 1, matrix)
 
 
-class Net(nn.Module):
-    def __init__(self, features):
-        super().__init__()
-        self.features, self.fc = features, nn.Linear(64, 8)
-
-    def forward(self, x):
-        return self.fc(self.features(x)[:, :64])
+def net(features):
+    return module_of(lambda self, x: self.fc(self.features(x)[:, :64]), features=features, fc=nn.Linear(64, 8))
 
 
-class Waves(nn.Module):
-    """Layers followed by sine and cosine, or matmuls followed by sine alone."""
-
-    def __init__(self, layer, waves):
-        super().__init__()
-        self.layer, self.waves = layer, waves
-
-    def forward(self, x):
-        return torch.cat([wave(self.layer(x)) for wave in self.waves], -1)
+def waves_of(layer, waves):
+    """Return layers followed by sine and cosine, or matmuls followed by sine alone."""
+    return module_of(lambda self, x: torch.cat([wave(self.layer(x)) for wave in waves], -1), layer=layer)
 
 
-class Matmul(nn.Module):
-    def __init__(self, rows):
-        super().__init__()
-        self.matrix = nn.Parameter(torch.randn(rows, 8))
-
-    def forward(self, x):
-        return x @ self.matrix
+def matmul(rows):
+    return module_of(lambda self, x: x @ self.matrix, matrix=nn.Parameter(torch.randn(rows, 8)))
 
 
 def reasons(model, x, quantizer):
@@ -88,7 +73,7 @@ def reasons(model, x, quantizer):
 @pytest.mark.parametrize("features", [Fourier(), Fourier(3), Fourier(parameter=True), Einsum(), Functional()])
 def test_the_constant_matrix_of_fourier_features_is_excluded_unless_a_setting_names_it(features):
     torch.manual_seed(0)
-    model, x = Net(features), torch.rand(64, 3 if getattr(features, "constant", torch.ones(2)).shape[0] == 3 else 2)
+    model, x = net(features), torch.rand(64, 3 if getattr(features, "constant", torch.ones(2)).shape[0] == 3 else 2)
     matmul, layer = reasons(model, x, MXQuantizer().set_global(FP4))
     assert not matmul[1] and layer == ("aten.linear", True, None)
     assert matmul[2].startswith("angles: sine and cosine use the matmul with the constant features_")
@@ -109,9 +94,9 @@ def test_the_constant_matrix_of_fourier_features_is_excluded_unless_a_setting_na
 @pytest.mark.parametrize(
     "model, width",
     [
-        (Waves(nn.Linear(2, 8), (torch.sin, torch.cos)), 2),  # a layer's parameter
-        (Waves(Matmul(32), (torch.sin, torch.cos)), 32),  # many rows
-        (Waves(Matmul(2), (torch.sin, torch.relu)), 2),  # no angle
+        (waves_of(nn.Linear(2, 8), (torch.sin, torch.cos)), 2),  # a layer's parameter
+        (waves_of(matmul(32), (torch.sin, torch.cos)), 32),  # many rows
+        (waves_of(matmul(2), (torch.sin, torch.relu)), 2),  # no angle
     ],
 )
 def test_other_matmuls_are_quantized(model, width):

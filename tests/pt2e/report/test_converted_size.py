@@ -6,6 +6,7 @@ from torch import nn
 
 import pt2mx
 from tests.flow import saved_bytes, unused_bytes
+from tests.models import module_of
 
 functional = nn.functional
 QUANTIZER = pt2mx.MXQuantizer().set_global(pt2mx.get_default_mx_quantization_config("mxfp4", "mxfp4"))
@@ -130,17 +131,12 @@ def test_reports_agree_with_files(forward, training):
         assert [(r.bytes_before, r.bytes_after) for r in reports] == [(before, after)] * 2
 
 
-class Normalized(nn.Module):
+def normalized(length):
     """Convolutions with batch norms and activations in place, a row of them between two that share their tensors."""
-
-    def __init__(self, length):
-        super().__init__()
-        self.shared = nn.Sequential(nn.Conv2d(32, 32, 1, bias=False), nn.BatchNorm2d(32), nn.SiLU(inplace=True))
-        blocks = (nn.Sequential(nn.Conv2d(32, 32, 1), nn.BatchNorm2d(32), nn.ReLU(inplace=True)) for _ in range(length))
-        self.blocks = nn.Sequential(*blocks)
-
-    def forward(self, x):
-        return self.shared(self.blocks(self.shared(x)))
+    shared = nn.Sequential(nn.Conv2d(32, 32, 1, bias=False), nn.BatchNorm2d(32), nn.SiLU(inplace=True))
+    row = (nn.Sequential(nn.Conv2d(32, 32, 1), nn.BatchNorm2d(32), nn.ReLU(inplace=True)) for _ in range(length))
+    blocks = nn.Sequential(*row)
+    return module_of(lambda self, x: self.shared(self.blocks(self.shared(x))), shared=shared, blocks=blocks)
 
 
 @pytest.mark.slow_cases("80-*")
@@ -150,7 +146,7 @@ class Normalized(nn.Module):
 )  # of 80 the inputs of a node, and their inputs, are deeper than Python calls
 def test_a_report_of_fused_batch_norms_agrees_with_the_file(length, training):
     x = torch.linspace(-1, 1, 32 * 4).reshape(1, 32, 2, 2)
-    program = torch.export.export(Normalized(length).train(training), (x,))
+    program = torch.export.export(normalized(length).train(training), (x,))
     prepared = pt2mx.prepare_qat_pt2e(program.module(), QUANTIZER).eval()
     with torch.no_grad():
         prepared(x)

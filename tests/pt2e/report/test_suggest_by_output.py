@@ -9,22 +9,18 @@ from pt2mx import MXError, MXQuantizationConfig, MXQuantizer, suggest_config
 from pt2mx.pt2e.report.results import Sensitivity, SensitivityRow
 from tests.flow import calibrated
 from tests.format_candidates import CANDIDATES, CONFIG
+from tests.models import module_of
 
 
-class Heads(nn.Module):
+def heads():
     """Two equal layers; the output hides one of them."""
-
-    def __init__(self):
-        super().__init__()
-        self.loud, self.quiet = nn.Linear(64, 64), nn.Linear(64, 64)
-
-    def forward(self, x):
-        return self.loud(x) + self.quiet(x) / 100
+    loud, quiet = nn.Linear(64, 64), nn.Linear(64, 64)
+    return module_of(lambda self, x: self.loud(x) + self.quiet(x) / 100, loud=loud, quiet=quiet)
 
 
 def test_the_objective_is_the_output_of_the_model():
     torch.manual_seed(0)
-    model, x = Heads().eval(), torch.randn(16, 64)
+    model, x = heads().eval(), torch.randn(16, 64)
     exported = torch.export.export(model, (x,)).module()
     prepared = calibrated(exported, MXQuantizer().set_global(CONFIG), x)
     actual = pt2mx.sensitivity(exported, [x], CANDIDATES, metric="noise", operands=["weights"])
@@ -47,7 +43,7 @@ def test_the_objective_is_the_output_of_the_model():
 
 def test_a_cost_that_is_infinite_is_avoided():
     torch.manual_seed(0)
-    exported = torch.export.export(Heads().eval(), (torch.randn(16, 64),)).module()
+    exported = torch.export.export(heads().eval(), (torch.randn(16, 64),)).module()
     prepared = calibrated(exported, MXQuantizer().set_global(CONFIG), torch.randn(16, 64))
     costs = {"mxfp4": math.inf, "mxfp6": 0.5, "mxfp8": 0.25, "mxint8": 0.25}
     rows = [SensitivityRow(name, one, "weights", cost) for name in ("loud", "quiet") for one, cost in costs.items()]

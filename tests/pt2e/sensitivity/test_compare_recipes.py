@@ -50,18 +50,10 @@ def test_numbers_are_those_of_the_flow(net):
 
 
 def test_memory_that_the_float_model_shows_twice_counts_once():
-    class Halves(nn.Module):
-        def __init__(self):
-            super().__init__()
-            whole = torch.randn(64, 32)
-            self.register_buffer("top", whole[:32])
-            self.register_buffer("whole", whole)
-
-        def forward(self, x):
-            return F.linear(x, self.top) + self.whole.sum()
-
-    x = torch.randn(4, 32)
-    actual = compare_recipes(torch.export.export(Halves().eval(), (x,)).module(), [x], ["mxfp4"], metric="cosine")
+    x, whole = torch.randn(4, 32), torch.randn(64, 32)
+    halves = {"top": nn.Buffer(whole[:32]), "whole": nn.Buffer(whole)}
+    model = module_of(lambda self, x: F.linear(x, self.top) + self.whole.sum(), **halves)
+    actual = compare_recipes(torch.export.export(model, (x,)).module(), [x], ["mxfp4"], metric="cosine")
     (row,) = (row for row in actual.rows if row.name == "float")
     assert (row.bytes, row.bits) == (4 * 64 * 32, 32)
 

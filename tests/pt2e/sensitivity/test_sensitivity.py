@@ -111,11 +111,8 @@ def test_masked_logits_change_no_number_of_the_others(net):
 
 
 def test_modules_without_weights_have_no_rows_of_weights():
-    class Matmul(nn.Module):
-        def forward(self, x):
-            return x @ x.mT
-
-    model = nn.Sequential(nn.Linear(64, 64), Matmul())
+    matmul = module_of(lambda self, x: x @ x.mT)
+    model = nn.Sequential(nn.Linear(64, 64), matmul)
     exported = torch.export.export(model.eval(), (X,)).module()
     options = {"metric": "noise", "operands": ["weights", "activations"], "method": "both"}
     rows = sensitivity(exported, [X], ["mxfp8"], **options).rows
@@ -125,7 +122,7 @@ def test_modules_without_weights_have_no_rows_of_weights():
         ("1", "activations"),
     }
     assert all(row.alone > 0 and row.estimate > 0 for row in rows)
-    exported = torch.export.export(Matmul().eval(), (X,)).module()
+    exported = torch.export.export(matmul.eval(), (X,)).module()
     with pytest.raises(MXError, match=r"the candidates quantize no weights of any module: give other operands"):
         sensitivity(exported, [X], ["mxfp8"], operands=["weights"])
 
@@ -149,18 +146,14 @@ def test_a_users_metric_and_configs(net):
 
 
 def test_inputs_by_name_and_subgraphs():
-    class Branches(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.up, self.one, self.two = (nn.Linear(64, 64) for _ in range(3))
-
-        def forward(self, x, *, bias):
-            return torch.cond(x.sum() > 0, self.one, self.two, (self.up(x) + bias,))
+    def forward(self, x, *, bias):
+        return torch.cond(x.sum() > 0, self.one, self.two, (self.up(x) + bias,))
 
     torch.manual_seed(0)
+    model = module_of(forward, **{name: nn.Linear(64, 64) for name in ("up", "one", "two")})
     batch = {"x": torch.randn(4, 64), "bias": torch.randn(64)}
     with torch.no_grad():
-        exported = torch.export.export(Branches().eval(), (batch["x"],), {"bias": batch["bias"]}).module()
+        exported = torch.export.export(model, (batch["x"],), {"bias": batch["bias"]}).module()
     actual = sensitivity(exported, [batch, {**batch, "x": -batch["x"]}], ["mxfp4"], metric="noise", method="both")
     rows = actual.of("mxfp4")
     assert all(rows[name].alone > 0 and rows[name].estimate > 0 for name in ("up", "one", "two"))

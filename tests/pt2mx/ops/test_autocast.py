@@ -10,37 +10,30 @@ from pt2mx import MXQuantizer, dequantize_mx, get_default_mx_quantization_config
 from pt2mx.kernels.gpu.mma_layout import to_mma_layout
 from pt2mx.ops.linear import linear_mx, linear_mx_mma_layout
 from tests.compare import relative_error
+from tests.models import module_of
 
 DTYPES = (torch.bfloat16, torch.float16)
 
 
-class ConvolutionThenLinear(nn.Module):
+def convolution_then_linear(bias):
     """The convolution gives the linear layer an input of autocast's dtype; the bias keeps its own."""
-
-    def __init__(self, bias):
-        super().__init__()
-        self.conv, self.first = nn.Conv2d(3, 8, 3, bias=bias), nn.Linear(288, 16, bias=bias)
-        self.last = nn.Linear(16, 8, bias=bias)
-
-    def forward(self, x):
-        return self.last(torch.relu(self.first(self.conv(x).flatten(1))))
+    conv, first = nn.Conv2d(3, 8, 3, bias=bias), nn.Linear(288, 16, bias=bias)
+    return nn.Sequential(conv, nn.Flatten(), first, nn.ReLU(), nn.Linear(16, 8, bias=bias))
 
 
-class Products(nn.Module):
+def products():
     """addmm, mm and matmul, whose weights are stored transposed."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(torch.randn(64, 16)), nn.Parameter(torch.randn(16))
 
     def forward(self, x):
         return torch.addmm(self.bias, x, self.weight) + torch.mm(x, self.weight) + x @ self.weight
 
+    return module_of(forward, weight=nn.Parameter(torch.randn(64, 16)), bias=nn.Parameter(torch.randn(16)))
+
 
 MODELS = {
-    "convolution, linear, bias": (lambda: ConvolutionThenLinear(True), (2, 3, 8, 8)),
-    "convolution, linear": (lambda: ConvolutionThenLinear(False), (2, 3, 8, 8)),
-    "addmm, mm, matmul": (Products, (4, 64)),
+    "convolution, linear, bias": (lambda: convolution_then_linear(True), (2, 3, 8, 8)),
+    "convolution, linear": (lambda: convolution_then_linear(False), (2, 3, 8, 8)),
+    "addmm, mm, matmul": (products, (4, 64)),
 }
 
 

@@ -7,7 +7,7 @@ from torch._inductor.utils import run_and_get_code
 from pt2mx import FORMATS, dequantize_mx, fake_quantize_mx, quantize_mx
 from pt2mx.modes import ROUNDINGS, SCALE_MODES
 from tests.compare import same
-from tests.operators import Operators, outputs_of_a_package, through_all_operators
+from tests.operators import outputs_of_a_package, through_all_operators
 from tests.oracle import modes_of
 
 pytestmark = pytest.mark.usefixtures("compiler")
@@ -42,7 +42,7 @@ def test_equals_eager(name, dynamic):
     ],
 )
 def test_packages_take_other_lengths_than_the_example(name, example, tmp_path):
-    for got, want in outputs_of_a_package(Operators(name), "cpu", example, tmp_path / "operators.pt2"):
+    for got, want in outputs_of_a_package(name, "cpu", example, tmp_path / "operators.pt2"):
         assert torch.equal(got, want)
 
 

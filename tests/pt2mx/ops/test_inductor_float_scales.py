@@ -7,8 +7,9 @@ from torch._inductor.utils import run_and_get_code
 import pt2mx
 from pt2mx.modes import FLOAT_SCALE_MODES
 from tests.compare import same
-from tests.float_scale_operators import NAMES, FloatScaleOperators, through_float_scale_operators, values
+from tests.float_scale_operators import NAMES, through_float_scale_operators, values
 from tests.graph import namespaces
+from tests.models import module_of
 
 pytestmark = pytest.mark.usefixtures("compiler")
 
@@ -55,7 +56,8 @@ def test_dynamic_sizes(name):
 @pytest.mark.parametrize("name", ["nvfp4", "fp8_e4m3{16x32}(f32)"])
 def test_packages(name, tmp_path):
     x, sizes = values(), ({0: torch.export.Dim("rows", min=2, max=99)},)
-    program = torch.export.export(FloatScaleOperators(name), (x,), dynamic_shapes=sizes)
+    model = module_of(lambda self, x: through_float_scale_operators(x, name))
+    program = torch.export.export(model, (x,), dynamic_shapes=sizes)
     torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "p.pt2"))
     package = torch._inductor.aoti_load_package(str(tmp_path / "p.pt2"))
     for rows in (2, 16, 40):
@@ -68,7 +70,7 @@ def test_packages(name, tmp_path):
 @pytest.mark.parametrize("name", NAMES)
 def test_portable(name):
     x = values()
-    program = torch.export.export(FloatScaleOperators(name), (x,))
+    program = torch.export.export(module_of(lambda self, x: through_float_scale_operators(x, name)), (x,))
     assert "pt2mx" in namespaces(program.graph_module)
     portable = pt2mx.make_portable(program)
     assert "pt2mx" not in namespaces(portable.graph_module)

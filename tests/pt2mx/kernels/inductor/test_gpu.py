@@ -7,7 +7,7 @@ from torch._inductor.utils import run_and_get_code
 from pt2mx import fake_quantize_mx
 from pt2mx.kernels.inductor import gpu as inductor_gpu
 from tests.compare import relative_error, same
-from tests.operators import Operators, outputs_of_a_package
+from tests.operators import outputs_of_a_package
 
 pytestmark = pytest.mark.usefixtures("compiler")
 
@@ -51,7 +51,7 @@ def test_compiled_along_every_axis(name, dynamic):
 @pytest.mark.cuda
 @pytest.mark.parametrize("example", [2, 64])
 def test_packages_take_other_lengths_than_the_example(example, tmp_path):
-    outputs = outputs_of_a_package(Operators("fp8_e4m3"), "cuda", example, tmp_path / "operators.pt2")
+    outputs = outputs_of_a_package("fp8_e4m3", "cuda", example, tmp_path / "operators.pt2")
     for i, (got, want) in enumerate(outputs):
         is_scale = i % 4 == 1
         if is_scale and example <= 32:
