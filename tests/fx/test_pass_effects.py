@@ -14,19 +14,11 @@ from pt2mx.fx.passes import (
 from pt2mx.kernels import select
 from pt2mx.kernels.cpu import uses
 from tests.flow import convert
-from tests.models import module_of
+from tests.models import Attention, Residual, module_of
 
 
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.q, self.k, self.v, self.out = (nn.Linear(64, 64) for _ in range(4))
-        self.norm = nn.LayerNorm(64)
-
-    def forward(self, x):
-        q, k, v = (layer(x).view(*x.shape[:2], 2, 32).transpose(1, 2) for layer in (self.q, self.k, self.v))
-        y = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(x.shape)
-        return self.norm(x + self.out(y))
+def attention():
+    return nn.Sequential(Residual(Attention(64, heads=2)), nn.LayerNorm(64))
 
 
 class Decoder(nn.Module):
@@ -34,7 +26,7 @@ class Decoder(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.embed, self.attention = nn.Embedding(96, 64), Attention()
+        self.embed, self.attention = nn.Embedding(96, 64), attention()
         self.gate, self.up, self.down = nn.Linear(64, 128), nn.Linear(64, 128), nn.Linear(128, 64)
         self.register_buffer("cache", torch.zeros(2, 8, 64))
 
@@ -63,7 +55,7 @@ MODELS = {
         lambda: nn.Sequential(nn.Conv2d(32, 32, 3), nn.BatchNorm2d(32), nn.ReLU(), nn.Conv2d(32, 32, 1)),
         torch.randn(2, 32, 8, 8),
     ),
-    "attention": (Attention, torch.randn(2, 8, 64)),
+    "attention": (attention, torch.randn(2, 8, 64)),
     "lstm": (recurrent, torch.randn(2, 5, 32)),
     "decoder": (Decoder, torch.randint(96, (2, 4))),
     "cond": (branches, torch.randn(8, 64)),
