@@ -100,11 +100,21 @@ def test_no_checkpoint(tmp_path):
             {"size": {"shortest_edge": 48, "longest_edge": 64}},
             {"pixel_values": (2, 3, 48, 48), "pixel_mask": (2, 48, 48)},
         ),
+        ("WhisperFeatureExtractor", {"chunk_length": 1}, {"input_features": (2, 80, 100)}),
+        ("Wav2Vec2FeatureExtractor", {"sampling_rate": 8000}, {"input_values": (2, 8000)}),
+        (
+            "Wav2Vec2FeatureExtractor",
+            {"return_attention_mask": True},
+            {"input_values": (2, 16000), "attention_mask": (2, 16000)},
+        ),
+        ("ASTFeatureExtractor", {"num_mel_bins": 32, "max_length": 64}, {"input_values": (2, 64, 32)}),
     ],
 )
-def test_shapes_of_images_are_those_of_the_processor(name, options, shapes, tmp_path, transformers):
+def test_shapes_are_those_of_the_processor(name, options, shapes, tmp_path, transformers):
+    """Of images, and of recordings."""
     getattr(transformers, name)(**options).save_pretrained(tmp_path)
-    processor = ImageProcessor(str(tmp_path), IMAGES)
+    of_images = name.endswith("ImageProcessor")
+    processor = ImageProcessor(str(tmp_path), IMAGES) if of_images else FeatureExtractor(str(tmp_path), None)
     made = processor.inputs([processor.noise(), processor.noise()])
     assert {key: tuple(value.shape) for key, value in made.items()} == shapes
 
@@ -123,26 +133,6 @@ def test_images_of_one_channel(tmp_path, photos, transformers):
     made = processor.inputs([processor.read(photos / "a.png")])["pixel_values"]
     assert made.shape == (1, 1, 32, 32) and torch.allclose(made, torch.tensor(76 / 255), atol=1e-5)  # red's luma
     assert processor.inputs([processor.noise()])["pixel_values"].shape == (1, 1, 32, 32)
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "shapes"),
-    [
-        ("WhisperFeatureExtractor", {"chunk_length": 1}, {"input_features": (2, 80, 100)}),
-        ("Wav2Vec2FeatureExtractor", {"sampling_rate": 8000}, {"input_values": (2, 8000)}),
-        (
-            "Wav2Vec2FeatureExtractor",
-            {"return_attention_mask": True},
-            {"input_values": (2, 16000), "attention_mask": (2, 16000)},
-        ),
-        ("ASTFeatureExtractor", {"num_mel_bins": 32, "max_length": 64}, {"input_values": (2, 64, 32)}),
-    ],
-)
-def test_shapes_of_recordings_are_those_of_the_extractor(name, options, shapes, tmp_path, transformers):
-    getattr(transformers, name)(**options).save_pretrained(tmp_path)
-    extractor = FeatureExtractor(str(tmp_path), None)
-    made = extractor.inputs([extractor.noise(), extractor.noise()])
-    assert {key: tuple(value.shape) for key, value in made.items()} == shapes
 
 
 def test_recordings_of_two_lengths_are_padded(tmp_path, write_wav, transformers):

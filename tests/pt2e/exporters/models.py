@@ -1,4 +1,4 @@
-"""Models of transformers, their inputs, and the ratio of signal to noise of two outputs."""
+"""Models of transformers, and their inputs."""
 
 import torch
 
@@ -53,9 +53,3 @@ def example(name, seed=0, batch=2, length=12, padding=0):
     mask = torch.ones(batch, length, dtype=torch.long)
     mask[0, :padding] = 0
     return {"input_ids": torch.randint(1, 128, (batch, length), generator=generator), "attention_mask": mask}
-
-
-def sqnr(expected, actual):
-    """Return the ratio of signal to noise in dB."""
-    noise = (expected.double() - actual.double()).square().sum()
-    return float(10 * torch.log10(expected.double().square().sum() / noise))

@@ -18,7 +18,8 @@ import torch
 from transformers import exporters
 import pt2mx
 import pt2mx.pt2e.exporters.quantizer as quantizer
-from tests.pt2e.exporters.models import MODELS, example, sqnr
+from tests.pt2e.exporters.models import MODELS, example
+from tests.compare import sqnr
 
 # processors that multiply bfloat16 faster would round float32 to it
 compile_model = openvino.Core.compile_model
@@ -39,7 +40,7 @@ for case in cases:
     exported = exporter().export(MODELS[name](), dict(inputs), config(quantizer=quantize))
     first = lambda output: next(v for v in output.values() if isinstance(v, torch.Tensor))
     with torch.no_grad():
-        print(case, sqnr(first(models[-1](**inputs)), first(exported(**inputs))), flush=True)
+        print(case, sqnr(first(exported(**inputs)), first(models[-1](**inputs))), flush=True)
 """
 
 

@@ -165,21 +165,14 @@ def test_it_is_told_at_the_end(log, capsys, monkeypatch):
     assert capsys.readouterr().err == "one\ntwo\n" and handler.stream is stream and not stream.getvalue()
 
 
-def test_it_is_dropped_where_the_block_fails(log, capsys, monkeypatch):
+@pytest.mark.parametrize(("asked", "told", "logged"), [(None, "", ""), ("+export", "two\n", "one\n")])
+def test_a_block_that_fails_drops_it_unless_the_log_is_asked_for(asked, told, logged, log, capsys, monkeypatch):
     monkeypatch.delenv("TORCH_LOGS", raising=False)
+    if asked is not None:
+        monkeypatch.setenv("TORCH_LOGS", asked)
     logger, handler, stream = log
     with pytest.raises(ValueError, match="no"), quiet_export():
         logger.error("one")
         print("two", file=sys.stderr)
         raise ValueError("no")
-    assert capsys.readouterr().err == "" and handler.stream is stream and not stream.getvalue()
-
-
-def test_who_asks_for_the_log_has_it(log, capsys, monkeypatch):
-    monkeypatch.setenv("TORCH_LOGS", "+export")
-    logger, _, stream = log
-    with pytest.raises(ValueError, match="no"), quiet_export():
-        logger.error("one")
-        print("two", file=sys.stderr)
-        raise ValueError("no")
-    assert capsys.readouterr().err == "two\n" and stream.getvalue() == "one\n"
+    assert capsys.readouterr().err == told and handler.stream is stream and stream.getvalue() == logged
