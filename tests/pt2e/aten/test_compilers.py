@@ -6,9 +6,9 @@ from torch import nn
 
 from pt2mx import lower_to_aten
 from tests.compare import sqnr
-from tests.models import module_of
+from tests.models import module_of, projected
 from tests.pt2e.aten.compilers import COMPILERS, minilm, resnet18
-from tests.pt2e.aten.test_lower import Product, program_of, quantizer_of, run
+from tests.pt2e.aten.test_lower import program_of, quantizer_of, run
 from tests.pt2e.exporters.models import MODELS, example
 
 pytestmark = pytest.mark.slow
@@ -56,7 +56,7 @@ def test_attention_whose_operands_are_squeezed(both):
 @pytest.mark.parametrize("both", ["IREE"], indirect=True)
 def test_dynamic_sizes(both):
     shapes = ({0: torch.export.Dim("batch", max=64), 1: torch.export.Dim("length", max=600)},)
-    call, in_torch = both(program_of(Product(), (torch.randn(3, 33, 40),), "mxfp8", shapes))
+    call, in_torch = both(program_of(projected(), (torch.randn(3, 33, 40),), "mxfp8", shapes))
     for sizes in ((1, 1), (2, 31), (4, 65)):
         x = torch.randn(*sizes, 40)
         assert sqnr(call(x), in_torch(x)) >= 40
