@@ -95,7 +95,7 @@ class NormalizedLayer(TrainEvalModule):
         self.step = step
         self.operator, self.layer_args, self.rank = operator, layer_args, rank
         self.momentum, self.eps, self.cudnn = norm
-        #: what is called in place of `operator`, and returns the sums of a register of limited precision
+        #: what gets the layer's result and its tensors, and returns the sums of a register of limited precision
         self.accumulator: nn.Module | None = None
 
     def in_training(
@@ -136,9 +136,8 @@ class NormalizedLayer(TrainEvalModule):
         return self._layer((x, weight, shift, *self.layer_args), sources)
 
     def _layer(self, args: tuple[Any, ...], sources: Sequence[Tensor]) -> Tensor:
-        if self.accumulator is not None:
-            return self.accumulator(*args)
-        return self.operator(*args) if self.gradients is None else self.gradients(args, sources)
+        y = self.operator(*args) if self.gradients is None else self.gradients(args, sources)
+        return y if self.accumulator is None else self.accumulator(y, *args[:3])
 
 
 def scale_of(gamma: Tensor | None, variance: Tensor, eps: float) -> Tensor:

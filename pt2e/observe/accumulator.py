@@ -1,8 +1,7 @@
-"""`MXAccumulator`, the module that a prepared model calls in place of an operator whose products a register adds."""
+"""`MXAccumulator`, the module that a prepared model calls after an operator whose products a register adds."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,10 +22,8 @@ class MXAccumulator(Switched):
     Calibration measures it on values that are not quantized yet: the share of the error that the register adds.
 
     Args:
-        operator: torch's, whose arguments the module takes.
-        accumulated: the operator of `pt2mx.ops.accumulated` that computes the same.
-        args: its arguments; those at `places` have no meaning.
-        places: its argument -> the position of the operator's that it gets.
+        operator: of `pt2mx.ops.accumulated`.
+        rest: its last arguments, which calls of the module lack.
         fake_quant: True to start with the register's sums.
         observe: True to start with the collection of differences.
     """
@@ -34,40 +31,23 @@ class MXAccumulator(Switched):
     signal: Tensor
     noise: Tensor
 
-    def __init__(
-        self,
-        operator: OpOverload,
-        accumulated: OpOverload,
-        args: Sequence[Any],
-        places: Mapping[int, int],
-        *,
-        fake_quant: bool,
-        observe: bool,
-    ) -> None:
+    def __init__(self, operator: OpOverload, rest: tuple[Any, ...], *, fake_quant: bool, observe: bool) -> None:
         super().__init__()
-        self.operator, self.accumulated = operator, accumulated
-        self.args = [None if i in places else arg for i, arg in enumerate(args)]
-        self.places = tuple(places.items())
+        self.operator, self.rest = operator, rest
         self.fake_quant_enabled, self.observer_enabled = fake_quant, observe
         for name in ("signal", "noise"):
             self.register_buffer(name, torch.zeros(1, dtype=torch.float64))
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        result = self.sums(args) if self.fake_quant_enabled else self.operator(*args, **kwargs)
-        if self.observer_enabled and not in_backward_pass():
-            with torch.no_grad():
-                if self.fake_quant_enabled:
-                    self.collect(self.operator(*args, **kwargs), result)
-                else:
-                    self.collect(result, self.sums(args))
-        return result
-
-    def sums(self, args: Sequence[Any]) -> Tensor:
-        """Return the register's sums for the operator's positional arguments."""
-        given = list(self.args)
-        for place, position in self.places:
-            given[place] = args[position]
-        return self.accumulated(*given)
+    def forward(self, y: Tensor, *args: Any) -> Tensor:
+        """y: torch's result for the arguments that follow -> a tensor of its shape and dtype."""
+        observes = self.observer_enabled and not in_backward_pass()
+        if not (observes or self.fake_quant_enabled):
+            return y
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.fake_quant_enabled):
+            sums = self.operator(*args, *self.rest)
+        if observes:
+            self.collect(y.detach(), sums.detach())
+        return sums if self.fake_quant_enabled else y
 
     @torch.no_grad()
     def collect(self, y: Tensor, sums: Tensor) -> None:
@@ -79,7 +59,7 @@ class MXAccumulator(Switched):
     @property
     def spelling(self) -> str:
         """The accumulator, as `pt2mx.parse_accumulator` spells it."""
-        return str(self.args[-1])
+        return self.rest[-1]
 
     @property
     def sqnr(self) -> float | None:

@@ -5,7 +5,6 @@ import re
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torchao.quantization.pt2e import quantize_pt2e as torchao
 
 import pt2mx
@@ -122,23 +121,15 @@ def test_training_takes_torchs_gradient():
         torch.testing.assert_close(gradients[1][name], gradient)
 
 
-def test_torchs_own_sums_are_computed_where_something_reads_them():
-    class Calls(TorchDispatchMode):
-        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-            names.add(operator._schema.name)
-            return operator(*args, **(kwargs or {}))
-
-    x, layer = torch.randn(4, 64), nn.Linear(64, 8)
-    qat = pt2mx.prepare_qat_pt2e(exported(layer.train(), x), quantizer("bfloat16{1}"))
-    found = {}
-    for observes, rounds in ((False, True), (True, True), (False, False)):
-        (pt2mx.enable_observer if observes else pt2mx.disable_observer)(qat)
-        (pt2mx.enable_fake_quant if rounds else pt2mx.disable_fake_quant)(qat)
-        names = set()
-        with Calls():
-            qat(x)
-        found[observes, rounds] = "aten::addmm" in names, "pt2mx::matmul_accumulated" in names
-    assert found == {(False, True): (False, True), (True, True): (True, True), (False, False): (True, False)}
+def test_tools_that_look_at_operators_find_them():
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8)).eval(), torch.randn(4, 64)
+    graph, one = exported(model, x), config("bfloat16{1}")
+    prepared = pt2mx.prepare_pt2e(graph, quantizer("bfloat16{1}"))
+    prepared(x)
+    rows = pt2mx.compare_stages(graph, {"prepared": prepared}, [x]).rows
+    assert "aten.linear" in [row.operator for row in rows]
+    chosen = pt2mx.sensitivity(graph, [x, 2 * x], {"one": one, "other": config("fixed(6,8)")}, method="gradient")
+    assert {row.module for row in chosen.rows} == {"0", "2"}
 
 
 def test_tensors_passed_by_name():
