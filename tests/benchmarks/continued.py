@@ -81,9 +81,12 @@ def installed() -> list[str]:
     return [name for name in PACKAGES if importlib.util.find_spec(name)]
 
 
-def lessons_of(tokenizer: Any, count: int, backward: bool = False) -> Tensor:
-    """Return windows of their docstrings, (count, LENGTH) int64, from the first file or from the last on."""
-    return texts.package_blocks(tokenizer, installed(), count, LENGTH, backward, texts.long_docstrings)
+def lessons_of(tokenizer: Any, count: int, backward: bool = False, read: texts.Read = texts.long_docstrings) -> Tensor:
+    """Return windows of their docstrings, (count, LENGTH) int64, from the first file or from the last on.
+
+    Another `read` than docstrings takes other texts of the files.
+    """
+    return texts.package_blocks(tokenizer, installed(), count, LENGTH, backward, read)
 
 
 def load() -> tuple[nn.Module, Any]:

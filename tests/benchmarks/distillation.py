@@ -1,15 +1,16 @@
-"""Quantization-aware distillation of SmolLM2: its divergence after training over the best without, and what it costs.
+"""Quantization-aware distillation of a decoder: its divergence after training over the best without, and what it costs.
 
-    python -m tests.benchmarks.distillation [--model smollm2-continued] [--formats W4A8 W4A4] [--windows 8192]
+    python -m tests.benchmarks.distillation [--model smollm2-continued|coder] [--formats W4A8 W4A4] [--windows 8192]
         [--text generated] [--batch 8] [--accumulate 1] [--rate 4e-4] [--rounding nearest] [--compile] [--layers 2]
         [--device cuda]
     torchrun --nproc-per-node 2 -m tests.benchmarks.distillation --rounding nearest --device cuda --batch 16
     python -m tests.benchmarks.distillation --costs [--compile] [--device cuda]
 
 `without` is the KL divergence in nats, on the test text of `peers/`, of the best result without training: `balanced`
-with `GPTQ(correction=0.25)`. `trained` is that of the same model after `distill` on docstrings of other packages, or
-with `--text generated` on what the float model writes from their first tokens. `difference` is what training changes,
-window by window, with its 95% interval. Both hold as many bytes. Under torchrun all ranks train together.
+with `GPTQ(correction=0.25)`. `trained` is that of the same model after `distill` on docstrings of other packages (the
+coder: on their functions), or with `--text generated` on what the float model writes from their first tokens.
+`difference` is what training changes, window by window, with its 95% interval. Both hold as many bytes. `perplexity` is
+that of the float model, of the model without training, and of the trained one. Under torchrun all ranks train together.
 
 `--costs` times a training step: of the quantized student, and of a float student, with the same teacher and optimizer.
 The two take turns.
@@ -37,12 +38,13 @@ from pt2mx.pt2e.optimize.losses import kl_divergence
 from tests.benchmarks import continued
 from tests.benchmarks.accuracy.case import ALGORITHMS, algorithms_of
 from tests.benchmarks.measure import Row, medians_in_turns, report, timed
-from tests.benchmarks.peers.figures import difference_text, mean, mean_text
+from tests.benchmarks.peers.figures import Scores, difference_text, divergence_cells, mean, mean_text
+from tests.benchmarks.peers.methods import DECODERS
 from tests.benchmarks.peers.models import MODELS, Model
 
-DOCSTRINGS, GENERATED = "docstrings", "generated"
+PACKAGES, GENERATED = "packages", "generated"
 BEST, NEAREST = "balanced, corrected", "nearest"
-#: windows of docstrings that the float model goes on from, and from how many of their first tokens: in turn
+#: windows of packages that the float model goes on from, and from how many of their first tokens: in turn
 PROMPTED, PROMPTS = 8192, (16, 4, 16, 8, 32, 12)
 #: the steps until the highest rate is reached
 WARM_UP = 20
@@ -60,7 +62,7 @@ class Subject:
         self.exported = move_to_device(exported, device).requires_grad_()
         self.seen, self.test = seen.to(device), test.to(device).split(1)
         count = min(windows, PROMPTED) if text == GENERATED else windows
-        lessons = shuffled(continued.lessons_of(tokenizer, count))
+        lessons = shuffled(continued.lessons_of(tokenizer, count, read=self.model.lessons))
         if text == GENERATED:
             lessons = generated(copy.deepcopy(net).to(device, torch.bfloat16), lessons, windows)
         self.lessons = lessons.to(device)
@@ -74,10 +76,10 @@ class Subject:
         return quantizer, pt2mx.optimize(self.exported, quantizer, batches, algorithms=algorithms_of(start))
 
     @torch.no_grad()
-    def divergences(self, model: GraphModule) -> list[float]:
-        """Return the KL divergence of a converted model for each window of the test."""
+    def scores(self, model: GraphModule) -> Scores:
+        """Return the scores of a model, converted or in float, for each window of the test."""
         outputs, references = (map(call, self.test) for call in (model, self.exported))
-        return self.model.metric.scores(outputs, self.test, references)[self.model.metric.loss]
+        return self.model.metric.scores(outputs, self.test, references)
 
 
 def shuffled(windows: Tensor) -> Tensor:
@@ -95,11 +97,12 @@ def generated(decoder: nn.Module, lessons: Tensor, windows: int) -> Tensor:
 
 def trained(subject: Subject, options: argparse.Namespace, group: dist.ProcessGroup | None) -> Iterator[Row]:
     """Yield a row for each format."""
+    in_float, loss = subject.scores(subject.exported), subject.model.metric.loss
     for name in options.formats:
         start = time.perf_counter()
         quantizer, optimized = subject.optimized(name, options.rounding)
         before = time.perf_counter() - start
-        without = subject.divergences(pt2mx.convert_pt2e(pt2mx.prepare_pt2e(optimized, quantizer)))
+        without = subject.scores(pt2mx.convert_pt2e(pt2mx.prepare_pt2e(optimized, quantizer)))
         prepared = pt2mx.prepare_qat_pt2e(optimized, quantizer)
         batches = [(batch,) for batch in subject.lessons.split(options.batch)]
         train = partial(
@@ -113,13 +116,14 @@ def trained(subject: Subject, options: argparse.Namespace, group: dist.ProcessGr
             progress=True,
         )
         seconds = timed(train)
-        after = subject.divergences(pt2mx.convert_pt2e(prepared))
+        after = subject.scores(pt2mx.convert_pt2e(prepared))
         yield {
             "format": name,
-            "without": mean_text(without),
-            "trained": mean_text(after),
-            "ratio": mean(after) / mean(without),
-            "difference": difference_text(after, without),
+            "without": mean_text(without[loss]),
+            "trained": mean_text(after[loss]),
+            "ratio": mean(after[loss]) / mean(without[loss]),
+            "difference": difference_text(after[loss], without[loss]),
+            "perplexity": ", ".join(divergence_cells(scores)["perplexity"] for scores in (in_float, without, after)),
             "seconds without": before,
             "seconds": seconds,
             "tokens/s": subject.lessons.numel() / seconds,
@@ -157,11 +161,11 @@ def _step(student: nn.Module, teacher: nn.Module, tokens: Tensor) -> Callable[[]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=[name for name in MODELS if name.startswith("smollm2")], default="smollm2")
+    parser.add_argument("--model", choices=DECODERS, default="smollm2")
     parser.add_argument("--formats", nargs="+", default=["W4A8", "W4A4"])
     parser.add_argument("--rounding", choices=(NEAREST, *PRESETS, *ALGORITHMS), default=BEST, metavar="ROUNDING")
     parser.add_argument("--windows", type=int, default=8192, help="of 256 tokens, to train on")
-    parser.add_argument("--text", choices=(DOCSTRINGS, GENERATED), default=DOCSTRINGS, help="what to train on")
+    parser.add_argument("--text", choices=(PACKAGES, GENERATED), default=PACKAGES, help="what to train on")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--rate", type=float, default=4e-4)

@@ -54,10 +54,15 @@ def long_docstrings(path: Path) -> Iterator[str]:
 
 def first_function(path: Path) -> Iterator[str]:
     """Yield the source of the first function of a file of more than 400 characters, at most 2,000 of them."""
+    return itertools.islice(long_functions(path), 1)
+
+
+def long_functions(path: Path) -> Iterator[str]:
+    """Yield the sources of the functions of a file of more than 400 characters, at most 2,000 of each."""
     source = path.read_bytes()
     functions = (node for node in _nodes(source) if isinstance(node, ast.FunctionDef))
     sources = (ast.get_source_segment(source.decode(errors="replace"), node) or "" for node in functions)
-    return itertools.islice((text[:2000] for text in sources if len(text) > 400), 1)
+    return (text[:2000] for text in sources if len(text) > 400)
 
 
 def package_texts(names: Sequence[str], backward: bool = False, read: Read = first_docstring) -> Iterator[str]:

@@ -19,7 +19,14 @@ from tests.benchmarks import continued
 from tests.benchmarks.accuracy import coder, efficientnet, smollm2
 from tests.benchmarks.accuracy.case import config
 from tests.benchmarks.accuracy.packages import folder
-from tests.benchmarks.accuracy.texts import calibration_and_halves, calibration_and_held_out, first_function
+from tests.benchmarks.accuracy.texts import (
+    Read,
+    calibration_and_halves,
+    calibration_and_held_out,
+    first_function,
+    long_docstrings,
+    long_functions,
+)
 from tests.benchmarks.peers.figures import CLASSES, DIVERGENCE, EMBEDDING, Metric
 
 
@@ -35,6 +42,7 @@ class Model(NamedTuple):
         formats: the formats that the command runs by default.
         at_once: the windows of a batch for calibration.
         auto: the class of transformers that loads the checkpoint.
+        lessons: what a language model is trained on: the texts of a file.
     """
 
     load: Callable[[int | None], tuple[nn.Module, Any]]
@@ -45,6 +53,7 @@ class Model(NamedTuple):
     formats: tuple[str, ...] = ("W4", "W4A8", "W4A4")
     at_once: int = 2
     auto: str = ""
+    lessons: Read = long_docstrings
 
 
 class Embedding(nn.Module):
@@ -125,7 +134,8 @@ MODELS = {
     "smollm2-continued": _SMOLLM2._replace(load=partial(_decoder, continued.load)),
     "coder": _SMOLLM2._replace(
         load=partial(_decoder, coder.load),
-        inputs=partial(calibration_and_held_out, length=256, seen=32, held_out=8, read=first_function),
+        inputs=partial(calibration_and_held_out, length=256, seen=32, held_out=16, read=first_function),
+        lessons=long_functions,
     ),
     "minilm": Model(
         load=_minilm,
