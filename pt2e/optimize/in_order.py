@@ -99,8 +99,7 @@ def round_in_order(
         if node.graph is model.graph and tensor in node.all_input_nodes:
             quantized[node][tensor] = spec
     exact, rough = [], []
-    for batch in batches:
-        inputs = placeholder_values(model, batch)
+    for inputs in placeholder_values(model, batches):
         exact.append(_Run(model, inputs, written))
         rough.append(_Run(model, inputs, written))
     weights: dict[tuple[Node, Node], Tensor] = {}

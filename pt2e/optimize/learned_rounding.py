@@ -89,7 +89,7 @@ def learn_rounding(
             if consumer.node.graph is original.graph:
                 floats[consumer.node.name] = target.value.detach()
     quantized = [(node, tensor, spec) for node, tensor, _, spec in quantized_inputs(model, quantizer)]
-    values = [placeholder_values(model, batch) for batch in batches]
+    values = placeholder_values(model, batches)
     for node in model.graph.find_nodes(op="get_attr"):
         if node in written:
             for known in values:

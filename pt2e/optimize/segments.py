@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,16 +120,17 @@ def _end(*inputs: Any) -> None:
     raise _Inputs(*inputs)
 
 
-def placeholder_values(model: GraphModule, batch: object) -> dict[Node, Any]:
-    """Return the value of each placeholder for a batch."""
+def placeholder_values(model: GraphModule, batches: Sequence[object]) -> list[dict[Node, Any]]:
+    """Return the value of each placeholder for each batch."""
     copied = copy_sharing_tensors(model)
     placeholders = copied.graph.find_nodes(op="placeholder")
     with copied.graph.inserting_after(placeholders[-1]):
         copied.graph.call_function(_end, tuple(placeholders))
     copied.recompile()
-    values: tuple[Any, ...] = ()
-    try:
-        call_with_batch(copied, batch)
-    except _Inputs as inputs:
-        values = inputs.args
-    return dict(zip(model.graph.find_nodes(op="placeholder"), values, strict=True))
+    names, values = model.graph.find_nodes(op="placeholder"), []
+    for batch in batches:
+        try:
+            call_with_batch(copied, batch)
+        except _Inputs as inputs:
+            values.append(dict(zip(names, inputs.args, strict=True)))
+    return values
