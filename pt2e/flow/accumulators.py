@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from torch.fx import GraphModule, Node
@@ -31,10 +32,12 @@ _UNSUPPORTED = "sums in float32: pt2mx has no accumulator for this call"
 
 def insert_accumulators(model: GraphModule, for_training: bool) -> None:
     """Insert an `MXAccumulator` after each operator whose config names an accumulator; it gets the operator's result
-    and arguments. A remark names operators that keep torch's sums."""
+    and arguments. Operators that keep torch's sums get a remark, and lose the accumulator of their config: conversion,
+    which sees no dropout any more, leaves them alone."""
     for node, call in _accumulated_calls(model):
         if call is None:
             node.meta[REMARK_KEY] = "; ".join(filter(None, [node.meta.get(REMARK_KEY), _UNSUPPORTED]))
+            node.meta[CONFIG_KEY] = replace(node.meta[CONFIG_KEY], accumulator=None)
             continue
         layer = _layer(node)
         tensors = call.args[: -1 if layer is None else 3]

@@ -32,7 +32,7 @@ _Bias = Annotated[T | None, "(N,) in x's dtype, or None"]
     1,
     "(*batch, M, N) in x's dtype, contiguous",
     autocast=Autocast(("x", "other", "bias")),
-    saved=("x", "other", "bias"),
+    saved=("x", "other"),
 )
 class MatmulAccumulated(Operator[T]):
     """`matmul` whose products are added in a register of limited precision; the bias is added in float32, then a cast.
@@ -81,14 +81,21 @@ class MatmulAccumulated(Operator[T]):
         batch = torch.broadcast_shapes(self.x.shape[:-2], self.other.shape[:-2])
         return (*batch, self.x.shape[-2], self.other.shape[-1])
 
+    def remember(self, ctx: Any, outputs: Any) -> None:
+        ctx.bias_shape = None if self.bias is None else self.bias.shape
+
     def backward(self, ctx: Any, grad: Tensor) -> dict[str, Tensor | None]:
         def of_other() -> Tensor:
             if self.other.dim() == 2:  # all rows are those of one batch
                 return self.x.flatten(0, -2).mT @ grad.flatten(0, -2)
             return self.x.mT @ grad
 
-        ways = {"x": lambda: grad @ self.other.mT, "other": of_other, "bias": lambda: grad}
-        return {name: ways[name]().sum_to_size(getattr(self, name).shape) for name in sorted(ctx.needs)}
+        ways = {
+            "x": (lambda: grad @ self.other.mT, self.x.shape),
+            "other": (of_other, self.other.shape),
+            "bias": (lambda: grad, ctx.bias_shape),
+        }
+        return {name: of().sum_to_size(shape) for name, (of, shape) in ways.items() if name in ctx.needs}
 
 
 @operator("linear_accumulated", 1, "(..., N) in x's dtype, contiguous", COMPLIANT, key="CompositeImplicitAutograd")

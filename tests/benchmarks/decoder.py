@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-WIDTH, HEADS, KEY_HEADS, HEAD, INNER, VOCABULARY, CACHED = 2048, 32, 8, 64, 8192, 128256, 512
+WIDTH, KEY_HEADS, HEAD, INNER, VOCABULARY, CACHED = 2048, 8, 64, 8192, 128256, 512
 
 
 class Layer(nn.Module):

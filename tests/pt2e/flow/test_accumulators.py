@@ -184,6 +184,25 @@ def test_a_remark_names_what_keeps_torchs_sums():
     assert remark not in notes["aten.embedding"]
 
 
+class Dropout(nn.Module):
+    def forward(self, x):
+        return nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5 if self.training else 0.0)
+
+
+@pytest.mark.parametrize("prepare_pt2e", [pt2mx.prepare_qat_pt2e, pt2mx.prepare_pt2e])
+@pytest.mark.filterwarnings("ignore:the exported model runs")
+def test_attention_with_dropout_keeps_torchs_sums(prepare_pt2e):
+    x = torch.randn(2, 16, 32)
+    prepared = prepare_pt2e(exported(Dropout().train(), x), quantizer("bfloat16{1}")).eval()
+    prepared(x)
+    pt2mx.enable_fake_quant(prepared)
+    converted = pt2mx.convert_pt2e(prepared)
+    assert calls(converted)["attention"] == 0 and torch.equal(converted(x), prepared(x))
+    for model in (prepared, converted):
+        (row,) = pt2mx.quantization_report(model).operators
+        assert row.remark == "sums in float32: pt2mx has no accumulator for this call"
+
+
 def test_recipes_and_dictionaries_hold_it(tmp_path):
     one = quantizer("fixed(8,16)")
     text = one.to_recipe(tmp_path / "recipe.yaml")

@@ -94,6 +94,14 @@ def test_gradients_of_each_tensor_alone(shapes):
         tensor.requires_grad_(False)
 
 
+def test_a_bias_may_be_written_before_the_backward_pass():
+    x, other, bias = torch.randn(5, 16), torch.randn(16, 7, requires_grad=True), torch.randn(7)
+    y = ops.matmul_accumulated(x, other, bias, "fixed(4,2)")
+    bias.zero_()
+    y.sum().backward()
+    torch.testing.assert_close(other.grad, x.sum(0)[:, None].expand(16, 7))
+
+
 def test_opcheck():
     x, other, bias = (torch.randn(shape, requires_grad=True) for shape in ((3, 2, 4), (4, 5), (5,)))
     torch.library.opcheck(ops.matmul_accumulated.default, (x, other, bias, "bfloat16"))
