@@ -33,7 +33,7 @@ from pt2mx.pt2e.language.quantize import quantize_language_model
 from pt2mx.pt2e.language.signature import example_inputs
 from pt2mx.pt2e.language.tensor_parallel import shard
 from pt2mx.pt2e.language.texts import blocks, built_in_text, read_text
-from pt2mx.pt2e.language.vision import has_tower
+from pt2mx.pt2e.language.vision import check_trains, has_tower
 from pt2mx.pt2e.models.checkpoint_files import CONFIG, quantization_of
 from pt2mx.pt2e.models.coverage import CheckpointValues, Coverage
 from pt2mx.pt2e.models.gguf_model import gguf_in
@@ -91,6 +91,8 @@ def quantize_to_folder(options: argparse.Namespace, quantizer: MXQuantizer) -> R
         name = options.model.removeprefix("hf:")
         model = load_language_model(name, options.part, options.allow_partial, options.dtype).to(options.device)
         _check_layers(model, options.destinations)
+        if text is not None:
+            check_trains(model, options.part)
         values, tokenizer = checkpoint_values(model, name), load_tokenizer(name)
         if tokenizer is None:
             note(_NO_TOKENIZER.format(name))

@@ -30,7 +30,7 @@ from pt2mx.pt2e.language.quantize_graph import (
 )
 from pt2mx.pt2e.language.rope import longest_text
 from pt2mx.pt2e.language.tensor_parallel import check_blocks
-from pt2mx.pt2e.language.vision import check_tower, has_tower
+from pt2mx.pt2e.language.vision import check_tower, check_trains, has_tower
 from pt2mx.pt2e.models.coverage import CheckpointValues, Coverage, tensors_read
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 
@@ -103,6 +103,8 @@ def quantize_language_model(
     for given in (texts, lessons):
         check_texts(given, model.config.get_text_config().vocab_size, model.main_input_name)
     check_training(training or {}, len(lessons))
+    if lessons:
+        check_trains(model, part)
     stage("export")
     length = longest_text(model, length)
     layers = layers_of(model)
@@ -112,10 +114,6 @@ def quantize_language_model(
     if rotation is not None and (has_source(layers) or (part is None and has_tower(model))):
         quantizer, rotation = _unrotated(quantizer, rotation), None
     inputs = float_inputs_of(model, layers, part)
-    if lessons and inputs.encoder is not None:
-        raise MXError(
-            "distillation is for decoders of text alone: give no lessons for a model with an encoder or a tower"
-        )
     exported = decoder.export_decoder(model, length, inputs.images)
     inputs.check(exported, [*texts, *lessons])
     coverage = _coverage(model, exported, inputs.encoder)

@@ -167,6 +167,14 @@ def has_tower(model: PreTrainedModel) -> bool:
     return vision is not None and tower is not None and (not tower.kinds or vision.model_type in tower.kinds)
 
 
+def check_trains(model: PreTrainedModel, part: str | None) -> None:
+    """Raise an `MXError` for a model that lessons do not train: with an encoder, or a tower that is no `part` alone."""
+    if model.config.is_encoder_decoder or (part is None and has_tower(model)):
+        raise MXError(
+            "distillation is for decoders of text alone: give no lessons for a model with an encoder or a tower"
+        )
+
+
 def check_tower(model: PreTrainedModel) -> None:
     """Raise an `MXError` for a model with a vision tower that cannot be exported."""
     vision = getattr(model.config, "vision_config", None)

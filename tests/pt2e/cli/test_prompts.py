@@ -6,6 +6,7 @@ import pytest
 from PIL import Image
 
 from pt2mx import LanguageModel, MXError
+from pt2mx.pt2e.cli import language
 from pt2mx.pt2e.cli.prompts import image_prompt, images_in
 from tests.vision_language_models import llava_processor, vision_language_checkpoint
 
@@ -58,6 +59,13 @@ def test_a_model_of_text_alone(run):
     assert status == 2 and "holds no vision-language model" in err
     status, _, _ = run("generate", "text", "--prompt", "hello", "--max-new-tokens", "2")
     assert status == 0
+
+
+def test_distillation_refuses_a_tower_before_it_writes_text(run, monkeypatch, tmp_path):
+    (tmp_path / "long.txt").write_text("The quick brown fox jumps over the lazy dog. " * 40)
+    monkeypatch.setattr(language, "generate_lessons", lambda *given: pytest.fail("the model writes"))
+    status, _, err = run(*_QUANTIZE, "--output", "o", "--distill", str(tmp_path / "long.txt"), "--distill-generated")
+    assert status == 2 and "for decoders of text alone" in err, err
 
 
 def test_images_come_before_the_text_unless_the_prompt_says_where(tmp_path):

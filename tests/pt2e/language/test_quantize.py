@@ -110,7 +110,6 @@ def test_batches_run_while_a_tensor_is_not_observed(recipe, tensors, calls):
     assert max(operand.statistics.tensors for operand in operands if operand.statistics) == tensors
 
 
-@pytest.mark.compiled
 def test_lessons_are_for_decoders_of_text():
     with pytest.raises(MXError, match="for decoders of text alone"):
         quantize_language_model(tiny_encoder_decoder("t5"), MXQuantizer(), lessons=[torch.ones(1, 4, dtype=torch.long)])
