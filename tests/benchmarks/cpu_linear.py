@@ -1,18 +1,16 @@
 """linear_mx of a few rows of x on the CPU, in the shapes of a decoder, against the read bandwidth of the memory.
 
     python -m tests.benchmarks.cpu_linear [--shapes 8192x2048 ...] [--elements fp4_e2m1 ...] [--x bfloat16 ...]
-        [--m 1 4 16] [--repeats 7] [--cache MB] [--cpu-time]
+        [--m 1 4 16] [--repeats 7] [--cache MB]
 
 `read` is the bandwidth of a sum of int64 values. `GB/s` counts the codes and the scales of the weight at M=1, and
 `share` is GB/s over `read`. `M=4` is the time with four rows of x over the time with one. x is bfloat16, float32, or
 mxint8: bfloat16 values that an MXINT8 activation has. A timing multiplies by copies of the weight that together take
 --cache MB, which exceeds the last-level cache, and the sum reads as many bytes; both take turns, and a figure is the
-ratio of their medians. Calls are those of compiled code (`pt2mx.kernels.cpu.prepared`). With `--cpu-time`, and one
-thread, only the time on the processor counts, so that other processes take less part in the figures.
+ratio of their medians. Calls are those of compiled code (`pt2mx.kernels.cpu.prepared`).
 """
 
 import argparse
-import time
 from collections.abc import Callable, Iterator
 
 import torch
@@ -41,10 +39,7 @@ def main() -> None:
     parser.add_argument("--m", type=int, nargs="+", default=(1, 4, 16), help="rows of x; the first are the baseline")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--cache", type=int, default=512, help="MB that the copies of a weight take; default: 512")
-    parser.add_argument("--cpu-time", action="store_true", help="count the time on the processor, of one thread")
     args = parser.parse_args()
-    if args.cpu_time and torch.get_num_threads() > 1:
-        parser.error("--cpu-time needs OMP_NUM_THREADS=1")
     keep_heap("tests.benchmarks.cpu_linear")
     torch.manual_seed(0)
     report(list(measured(args)))
@@ -53,7 +48,6 @@ def main() -> None:
 @torch.no_grad()
 def measured(args: argparse.Namespace) -> Iterator[Row]:
     """A row for each shape, element and kind of x."""
-    clock = time.thread_time if args.cpu_time else time.perf_counter
     for shape in args.shapes:
         n, k = map(int, shape.split("x"))
         for element in args.elements:
@@ -64,7 +58,7 @@ def measured(args: argparse.Namespace) -> Iterator[Row]:
             integers = torch.ones(total // 8, dtype=torch.int64)
             for kind in args.x:
                 calls = [matmuls(_X[kind](torch.randn(m, k)), copies, element) for m in args.m]
-                read, first, *others = medians_in_turns([integers.sum, *calls], args.repeats, clock=clock)
+                read, first, *others = medians_in_turns([integers.sum, *calls], args.repeats)
                 row: Row = {"N x K": shape, "element": element, "x": kind, "read": total / read / 1e9}
                 row |= {"GB/s": total / first / 1e9, "share": read / first}
                 yield row | {f"M={m}": seconds / first for m, seconds in zip(args.m[1:], others, strict=True)}

@@ -1,11 +1,10 @@
 """SmolLM2-135M-Instruct by recipes, with and without algorithms, and with quantized caches.
 
-    python -m tests.benchmarks.perplexity [--tokens 4096] [--threads 1] [--compile] [--only mxfp8 ...]
+    python -m tests.benchmarks.perplexity [--tokens 4096] [--only mxfp8 ...]
 
 The decoder's layers, head and embedding are quantized, as by `pt2mx quantize`. Perplexity on docstrings of Python's
 standard library in blocks of 512, calibrated on 8,192 tokens of other docstrings; the divergence from the float model's
-next-token distribution, and how often both have the same most likely token. Tokens a second when generating 64 tokens
-on `--threads` threads; with `--compile` quantized models are compiled.
+next-token distribution, and how often both have the same most likely token. `cpu_decode.py` measures speed.
 """
 
 import argparse
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pt2mx import LanguageModel, MXQuantizer, quantize_language_model
+from pt2mx import MXQuantizer, quantize_language_model
 from pt2mx.pt2e.language.texts import BLOCK, blocks, perplexity
 from pt2mx.pt2e.quantizer import recipe
 from tests.benchmarks.accuracy.smollm2 import load
@@ -38,22 +37,12 @@ def cases() -> dict[str, MXQuantizer]:
     return quantizers
 
 
-def tokens_a_second(model: Any, prompt: Tensor) -> float:
-    options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    model.generate(prompt, max_new_tokens=4, **options)
-    begin = time.perf_counter()
-    model.generate(prompt, max_new_tokens=64, **options)
-    return 64 / (time.perf_counter() - begin)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=4096)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--compile", action="store_true", help="compile quantized models, which takes a minute each")
     parser.add_argument("--only", nargs="+", help="rows")
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    torch.set_num_threads(1)
     model, tokenizer = load()
     text = " ".join(sentences())
     every = blocks(text, tokenizer, _SEEN + options.tokens)
@@ -68,7 +57,6 @@ def main() -> None:
         row: Row = {"": name, "perplexity": f"{result.perplexity:.2f}", "seconds": f"{seconds:.0f}"}
         if result.divergence is not None and result.agreement is not None:
             row |= {"KL": f"{result.divergence:.4f}", "same": f"{result.agreement:.1%}"}
-        row["tokens/s"] = f"{tokens_a_second(run, held_out[0][:, :16]):.1f}"
         rows.append(row)
         print(row, flush=True)
 
@@ -80,12 +68,9 @@ def main() -> None:
         if options.only and name not in options.only:
             continue
         begin = time.perf_counter()
-        quantized: LanguageModel = quantize_language_model(model, quantizer, seen, tokenizer)
-        seconds = time.perf_counter() - begin
-        if options.compile:
-            quantized.compile()
-        add(name, quantized, exact, seconds)
-    report(rows, ("", "perplexity", "KL", "same", "tokens/s", "seconds"))
+        quantized = quantize_language_model(model, quantizer, seen, tokenizer)
+        add(name, quantized, exact, time.perf_counter() - begin)
+    report(rows, ("", "perplexity", "KL", "same", "seconds"))
 
 
 if __name__ == "__main__":

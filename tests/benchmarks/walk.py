@@ -1,11 +1,10 @@
 """How far a reader follows a call through the package: the files that it enters, and how often it changes the file.
 
-    python -m tests.benchmarks.walk [--recipe mxfp8] [--files 10]
+    python -m tests.benchmarks.walk [--recipe mxfp8]
 
 Counted for a Linear from `prepare_pt2e` to an eager call, for `quantize_language_model` of a Llama of two layers, and
 for a token of its eager `generate`. Calls of other packages count as calls from the file before them. Each call runs
-once before it is counted. `--recipe` is that of the Llama. `--files` prints the most entered files, and the most
-frequent ways between two.
+once before it is counted. `--recipe` is that of the Llama.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ class Walk(AbstractContextManager["Walk"]):
 
     def __init__(self) -> None:
         self.entered: Counter[str] = Counter()  #: file -> how often a call came from another one
-        self.ways: Counter[tuple[str, str]] = Counter()  #: (from, to) -> number
         self._paths: dict[str, str | None] = {}
         self._file: str | None = None
 
@@ -62,8 +60,6 @@ class Walk(AbstractContextManager["Walk"]):
         file = self._paths[name]
         if file is None or file == self._file:
             return
-        if self._file is not None:
-            self.ways[self._file, file] += 1
         self.entered[file] += 1
         self._file = file
 
@@ -105,7 +101,6 @@ def walked(call: Callable[[], object]) -> Walk:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--files", type=int, default=0, help="to print of each call")
     parser.add_argument("--recipe", default="mxfp4_weight_only", help="of the Llama; default: %(default)s")
     options = parser.parse_args()
     model, quantizer = tiny_decoder("llama"), pt2mx.MXQuantizer.from_recipe(options.recipe)
@@ -126,10 +121,6 @@ def main() -> None:
     changes = (longer.changes - shorter.changes) / (_TOKENS[0] - _TOKENS[1])
     rows.append({"call": "a token of generate", "files": len(longer.entered), "changes of file": changes})
     print_table(rows, tuple(rows[0]))
-    for name, walk in {**calls, f"{_TOKENS[0]} tokens of generate": longer}.items():
-        for title, counts in (("entered", walk.entered), ("ways", walk.ways)):
-            for key, count in counts.most_common(options.files):
-                print(f"{name}, {title}: {count} {key if isinstance(key, str) else ' -> '.join(key)}")
 
 
 if __name__ == "__main__":
