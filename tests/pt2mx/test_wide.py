@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from pt2mx import MXTensor, dequantize_mx, fake_quantize_mx, ops, quantize_mx
-from pt2mx.compat import PRESETS
 from pt2mx.ops.linear import linear_mx
 
 NAMES = ("int16", "int12_full", "fp16_e5m10", "fp16_e7m8", "fp9_e4m4")
@@ -77,10 +76,3 @@ def test_tensors_of_wide_codes(name):
     assert torch.equal(torch.nn.functional.linear(t, weight), y)
     packed = linear_mx(plain, weight.qdata, weight.scale, None, name, 16, 0)
     assert torch.allclose(packed, y, rtol=1e-5, atol=1e-4)
-
-
-def test_presets_store_wide_codes_as_they_are():
-    x = torch.randn(4, 40)
-    for preset in PRESETS.values():
-        scale, data = preset.quantize(x, "int16", axis=1)
-        assert torch.equal(preset.dequantize(data, scale, "int16", axis=1), preset.fake_quantize(x, "int16", axis=1))

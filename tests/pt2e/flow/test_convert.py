@@ -45,16 +45,6 @@ def test_graph_is_pairs_for_activations_and_packed_buffers_for_weights(fold):
     assert ("conv.weight" in floats) is not fold
 
 
-def test_float_originals_are_gone_and_nothing_requires_a_gradient():
-    converted = pt2mx.convert_pt2e(prepared())
-    state = converted.state_dict()
-    assert {n for n in state if state[n].dtype == torch.uint8} == {
-        "conv.weight_data", "conv.weight_scale", "fc.weight_data", "fc.weight_scale",
-    }  # fmt: skip
-    assert not any("weight" in n for n in state if state[n].dtype != torch.uint8)
-    assert not any(p.requires_grad for p in converted.parameters())
-
-
 def test_the_prepared_model_is_unchanged():
     model = prepared()
     before = snapshot(model)
@@ -128,13 +118,6 @@ def test_a_model_in_which_nothing_was_selected_converts_to_itself():
     with pytest.warns(UserWarning, match="matches no operator"):
         converted = pt2mx.convert_pt2e(pt2mx.prepare_pt2e(model, quantizer))
     assert torch.allclose(converted(*IMAGES), model(*IMAGES), atol=1e-5)
-
-
-def test_compiles_with_gradients_on():
-    torch._dynamo.reset()
-    converted = pt2mx.convert_pt2e(prepared())
-    assert torch.is_grad_enabled()
-    assert torch.allclose(torch.compile(converted, backend="aot_eager")(*IMAGES), converted(*IMAGES), atol=1e-5)
 
 
 def test_an_uncalibrated_model_converts():

@@ -101,13 +101,6 @@ def test_what_cannot_be_prepared(prepare, model, message):
         prepare(model(), QUANTIZER)
 
 
-def test_a_model_on_two_devices_is_refused_before_anything_happens():
-    model = exported_conv()
-    model.fc.bias = nn.Parameter(torch.zeros(4, device="meta"))
-    with pytest.raises(MXError, match="spans the devices cpu, meta: move it to one device"):
-        pt2mx.prepare_pt2e(model, QUANTIZER)
-
-
 @pytest.mark.parametrize("quantizer", [None, "mxfp4", MXQuantizer])
 def test_what_is_no_quantizer(quantizer):
     with pytest.raises(MXError, match="expected an MXQuantizer"):

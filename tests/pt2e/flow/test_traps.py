@@ -110,7 +110,7 @@ def test_trap_07_meta():
 
 def test_trap_08_batch_norm_folds_in_training():
     """torchao folds a trained convolution and batch norm around its own operators only, and no linear or 3-d one. Every
-    kind of layer: tests/fx/test_fuse_batch_norm.py."""
+    kind of layer: tests/fx/training/test_fuse_batch_norm.py."""
     for layer, norm, shape in [
         (nn.Conv2d(32, 8, 3, bias=False), nn.BatchNorm2d(8), (2, 32, 5, 5)),
         (nn.Conv3d(32, 8, 1), nn.BatchNorm3d(8), (2, 32, 2, 2, 2)),
@@ -127,7 +127,7 @@ def test_trap_08_batch_norm_folds_in_training():
 
 def test_trap_09_literals_of_batch_norm_and_dropout():
     """eps and momentum became 1e-5 and 0.1, p became 0.5 (pytorch/ao#4107, #2980). In each mode, and recurrent networks
-    and attention: tests/fx/test_modes.py."""
+    and attention: tests/fx/training/test_train_eval.py."""
     model = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4, eps=0.25, momentum=0.75), nn.Dropout(0.125)).train()
     x, reference = torch.randn(8, 4, 16, 16), copy.deepcopy(model)
     prepared = pt2mx.prepare_qat_pt2e(exported(model, x), QUANTIZER)
@@ -143,7 +143,7 @@ def test_trap_09_literals_of_batch_norm_and_dropout():
 
 
 def test_trap_10_subgraphs():
-    """A forward under no_grad is a subgraph and stayed float. Other kinds: tests/fx/test_subgraphs.py."""
+    """A forward under no_grad is a subgraph and stayed float. Other kinds: tests/fx/graph/test_higher_order_ops.py."""
 
     class NoGrad(nn.Linear):
         @torch.no_grad()
@@ -180,7 +180,7 @@ def test_trap_17_several_devices():
     """torchao asserts in the middle of prepare."""
     module = exported(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), torch.randn(2, 8))
     module.get_submodule("1").weight = nn.Parameter(torch.zeros(8, 8, device="meta"))
-    with pytest.raises(MXError, match="spans the devices cpu, meta"):
+    with pytest.raises(MXError, match="spans the devices cpu, meta: move it to one device"):
         pt2mx.prepare_pt2e(module, QUANTIZER)
 
 

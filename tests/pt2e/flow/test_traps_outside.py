@@ -19,7 +19,6 @@ def converted(x):
     return pt2mx.convert_pt2e(pt2mx.prepare_pt2e(exported(nn.Linear(64, 8).eval(), x), QUANTIZER))
 
 
-@pytest.mark.compiled
 def test_trap_11_compiles_with_gradients_on(compiler):
     """An operator without an autograd formula fails under torch.compile where a gradient is asked for."""
     x = torch.randn(2, 64)
