@@ -8,9 +8,10 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from pt2mx import ELEMENTS, FORMATS, SCALE_FORMATS, MXSpec
+from pt2mx import ELEMENTS, FORMATS, SCALE_FORMATS, MXSpec, ops
 from pt2mx.kernels import reference
 from pt2mx.kernels.cpu import quantize as quantize_kernels
+from pt2mx.kernels.packing import pack
 from pt2mx.kernels.reference import random_bits
 from pt2mx.modes import ROUNDINGS, SCALE_MODES, scale_modes
 from tests.compare import differing
@@ -83,6 +84,22 @@ def random_specs(
         mode = draw.choice([mode for mode in modes if mode[0] in defined])
         spec = MXSpec(name, block, axis, *mode, scale_format=scale_format)
         yield (x.transpose(0, -1) if draw.random() < 0.5 else x), spec
+
+
+def packed(n: int, k: int, name: str, block: int = 32) -> tuple[Tensor, Tensor, MXSpec]:
+    """Return the codes, (N, bytes), and scales of a random weight, and its spec."""
+    scale, data = ops.quantize_mx(torch.randn(n, k), name, block, -1, "floor", "even")
+    return data, scale, MXSpec(name, block, 1)
+
+
+def random_codes(
+    n: int, k: int, name: str, block: int = 32, scales: tuple[int, int] = (120, 134)
+) -> tuple[Tensor, Tensor, MXSpec]:
+    """Return random codes, (N, bytes), and scales, (N, blocks), and their spec."""
+    spec = MXSpec(name, block, 1)
+    codes = torch.randint(1 << spec.element.bits, (n, k), dtype=torch.uint8)
+    data = pack(codes, 1, spec.element.bits) if spec.element.bits < 8 else codes
+    return data, torch.randint(*scales, (n, -(-k // block)), dtype=torch.uint8), spec
 
 
 def linear(

@@ -4,6 +4,8 @@ import io
 import re
 import warnings
 import zipfile
+from collections.abc import Callable
+from unittest import mock
 
 import torch
 from torch import nn
@@ -12,6 +14,7 @@ from torch.fx import GraphModule
 
 import pt2mx
 from pt2mx import MXQuantizationConfig, MXQuantizer
+from pt2mx.fx import lower
 
 #: a process without pt2mx: prints for each NAME whether NAME.pt2 gives what NAME.pt says
 WITHOUT_PT2MX = """
@@ -60,6 +63,13 @@ def convert(
     with torch.no_grad():
         graph = exported(model.eval(), *inputs, dynamic_shapes=shapes)
     return pt2mx.convert_pt2e(pt2mx.prepare_pt2e(graph, quantizer), fold_quantize=fold)
+
+
+def lowered_without(graph_pass: Callable, converted: GraphModule, **options) -> GraphModule:
+    """Lower a converted model without a pass."""
+    steps = [step for step in lower.PASSES if step.graph_pass is not graph_pass]
+    with mock.patch.object(lower, "PASSES", steps):
+        return pt2mx.lower_to_inductor(converted, **options)
 
 
 def train(

@@ -10,7 +10,6 @@ from torch.nn import functional as F
 
 import pt2mx
 from pt2mx import MXQuantizer, get_default_mx_quantization_config, lower_to_inductor, ops
-from pt2mx.fx import lower
 from pt2mx.fx.passes import fuse_activation_quantize
 from pt2mx.fx.passes.fuse_quantize_epilogue import fuse_quantize_epilogue
 from pt2mx.kernels.cpu import uses
@@ -18,7 +17,7 @@ from pt2mx.ops.attention import attention_bfloat16
 from pt2mx.ops.linear import linear_mx
 from tests.attention import attend
 from tests.compare import relative_error, same
-from tests.flow import convert
+from tests.flow import convert, lowered_without
 from tests.graph import calls, count, namespaces
 
 X = torch.randn(2, 20, 96)
@@ -46,14 +45,11 @@ class Attention(nn.Module):
         return self.down(y)
 
 
-def lowered(monkeypatch, model, x=X, name="mxfp8", shapes=None, **options):
+def lowered(model, x=X, name="mxfp8", shapes=None, **options):
     """Return the lowered model with and without the pass."""
     quantizer = MXQuantizer().set_global(get_default_mx_quantization_config(name, name))
     converted = convert(model.to(x.dtype), (x,), quantizer, shapes=shapes)
-    with monkeypatch.context() as patch:
-        patch.setattr(lower, "PASSES", [step for step in lower.PASSES if step.graph_pass is not fuse_quantize_epilogue])
-        before = lower_to_inductor(converted, **options)
-    return lower_to_inductor(converted, **options), before
+    return lower_to_inductor(converted, **options), lowered_without(fuse_quantize_epilogue, converted, **options)
 
 
 def modes(model):
@@ -64,8 +60,8 @@ def modes(model):
 @pytest.mark.diagonal
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["mxfp8", "mxint8", "mxfp4", "mxfp6_e3m2"])
-def test_the_result_is_quantized(name, dtype, monkeypatch):
-    model, before = lowered(monkeypatch, Attention(), X.to(dtype), name)
+def test_the_result_is_quantized(name, dtype):
+    model, before = lowered(Attention(), X.to(dtype), name)
     element = pt2mx.parse(name).element.name
     assert modes(model)[:4] == (element, 32, "floor", "even") and modes(before)[0] is None
     assert calls(model, attention_bfloat16)[0].meta["val"].dtype == modes(model)[4]
@@ -81,14 +77,14 @@ def test_the_result_is_quantized(name, dtype, monkeypatch):
         lambda y: y.transpose(-2, -3).clone(memory_format=torch.contiguous_format).reshape(2, 20, 96),
     ],
 )
-def test_other_ways_of_merging_heads(merge, monkeypatch):
-    model, before = lowered(monkeypatch, Attention(merge=merge))
+def test_other_ways_of_merging_heads(merge):
+    model, before = lowered(Attention(merge=merge))
     assert modes(model)[0] == "fp8_e4m3" and same(model(X), before(X))
 
 
-def test_dynamic_shapes(monkeypatch):
+def test_dynamic_shapes():
     batch = ({0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC},)
-    model, before = lowered(monkeypatch, Attention(), shapes=batch)
+    model, before = lowered(Attention(), shapes=batch)
     assert modes(model)[0] == "fp8_e4m3"
     for x in (X, torch.randn(3, 33, 96)):
         assert same(model(x), before(x))
@@ -99,7 +95,7 @@ def test_a_cast_of_the_quantized_values(monkeypatch):
     monkeypatch.setattr(fuse_activation_quantize, "_MIN_VALUES", 1 << 60)
     monkeypatch.setattr("pt2mx.fx.passes.bf16_matmul._is_faster_in_bf16", lambda *args: False)
     monkeypatch.setattr("pt2mx.fx.passes.bf16_matmul._runs_on_tensor_cores", lambda *args: True)
-    model, before = lowered(monkeypatch, Attention())
+    model, before = lowered(Attention())
     assert modes(model) == ("fp8_e4m3", 32, "floor", "even", torch.bfloat16)
     assert count(before, ops.fake_quantize_mx) == count(model, ops.fake_quantize_mx) + 1
     assert calls(model, linear_mx)[-1].args[0].target is torch.ops.aten.reshape.default
@@ -150,16 +146,16 @@ class Activated(Attention):
         (Activated(), "mxfp8"),
     ],
 )
-def test_what_stays(model, name, monkeypatch):
-    found, before = lowered(monkeypatch, model, name=name)
+def test_what_stays(model, name):
+    found, before = lowered(model, name=name)
     assert all(attention.args[7] is None for attention in calls(found, attention_bfloat16))
     assert same(found(X), before(X))
 
 
 @pytest.mark.compiled
 @pytest.mark.usefixtures("compiler")
-def test_compiled_and_portable(monkeypatch):
-    model, _ = lowered(monkeypatch, Attention(), name="mxint8")
+def test_compiled_and_portable():
+    model, _ = lowered(Attention(), name="mxint8")
     with torch.no_grad():
         torch.testing.assert_close(torch.compile(model, fullgraph=True)(X), model(X), rtol=0.02, atol=0.02)
     portable = pt2mx.make_portable(torch.export.export(model, (X,))).module()
@@ -171,10 +167,10 @@ def test_compiled_and_portable(monkeypatch):
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 @pytest.mark.parametrize("unpack", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_on_a_gpu(dtype, unpack, mode, monkeypatch, compiler):
+def test_on_a_gpu(dtype, unpack, mode, compiler):
     """A call that quantizes, but without CUDA graphs in bfloat16, where Inductor generates the quantization."""
     x = X.to(dtype)
-    model, before = lowered(monkeypatch, Attention(), x, "mxfp8", device="cuda", unpack=unpack)
+    model, before = lowered(Attention(), x, "mxfp8", device="cuda", unpack=unpack)
     assert modes(model)[:4] == ("fp8_e4m3", 32, "floor", "even") and modes(before)[0] is None
     x, compiled = x.cuda(), torch.compile(model, mode=mode)
     with torch.no_grad():

@@ -20,10 +20,10 @@ def net(width=64):
     return chain(up=nn.Linear(width, 2 * width), gelu=nn.GELU(), down=nn.Linear(2 * width, width))
 
 
-def converted_and_lowered(recipe, x, monkeypatch):
+def converted_and_lowered(recipe, x, monkeypatch, model=None):
     """Lower as on a machine whose CPU has no bfloat16 instructions."""
     monkeypatch.setattr("pt2mx.fx.passes.bf16_matmul._is_faster_in_bf16", lambda *args: False)
-    converted = convert(net().to(x.dtype), (x,), recipe)
+    converted = convert((model or net()).to(x.dtype), (x,), recipe)
     lowered = lower_to_inductor(converted)
     everywhere(use_bfloat16_tensor_cores)(lowered)
     return converted, lowered
@@ -47,24 +47,13 @@ def test_others_stay(recipe, dtype, monkeypatch):
     assert {matmul.args[-1] for matmul in calls(lowered, linear_mx)} == {None}
 
 
-def test_blocks_of_zeros_have_any_scale(monkeypatch):
-    monkeypatch.setattr("pt2mx.fx.passes.bf16_matmul._is_faster_in_bf16", lambda *args: False)
-    model, x = net(), torch.randn(80, 64)
+@pytest.mark.parametrize(("factor", "first"), [(0.0, torch.float32), (2.0**-120, None)])
+def test_blocks_of_zeros_have_any_scale_and_weights_of_tiny_values_stay(factor, first, monkeypatch):
+    model = net()
     with torch.no_grad():
-        model.up.weight[3, :32] = 0
-    lowered = lower_to_inductor(convert(model, (x,), "mxfp8"))
-    everywhere(use_bfloat16_tensor_cores)(lowered)
-    assert {matmul.args[-1] for matmul in calls(lowered, linear_mx)} == {torch.float32}
-
-
-def test_a_weight_of_tiny_values_stays(monkeypatch):
-    monkeypatch.setattr("pt2mx.fx.passes.bf16_matmul._is_faster_in_bf16", lambda *args: False)
-    model, x = net(), torch.randn(80, 64)
-    with torch.no_grad():
-        model.up.weight[3] *= 2.0**-120
-    lowered = lower_to_inductor(convert(model, (x,), "mxfp8"))
-    everywhere(use_bfloat16_tensor_cores)(lowered)
-    assert [matmul.args[-1] for matmul in calls(lowered, linear_mx)] == [None, torch.float32]
+        model.up.weight[3, :32] *= factor
+    _, lowered = converted_and_lowered("mxfp8", torch.randn(80, 64), monkeypatch, model)
+    assert [matmul.args[-1] for matmul in calls(lowered, linear_mx)] == [first, torch.float32]
 
 
 class Experts(nn.Module):

@@ -7,13 +7,12 @@ from torch import nn
 import pt2mx
 from pt2mx import MXError, MXQuantizer, get_default_mx_quantization_config, lower_to_inductor
 from pt2mx.extras import import_extra
-from pt2mx.fx import lower
 from pt2mx.fx.passes.fuse_quantize_epilogue import fuse_quantize_epilogue
 from pt2mx.kernels.cpu import uses
 from pt2mx.kernels.cpu.linear import AVX512_BF16
 from pt2mx.ops.convolution import conv2d_mx
 from pt2mx.ops.quantize_epilogue import conv2d_fake_quantize_mx
-from tests.flow import convert, exported
+from tests.flow import convert, exported, lowered_without
 from tests.graph import count, namespaces
 
 
@@ -25,10 +24,7 @@ def bfloat16_instructions_on_every_machine(monkeypatch):
 def lowered(model, x, recipe="mxint8", **options):
     """Return the lowered model with and without the pass."""
     converted = convert(model.eval().to(x.dtype), (x,), recipe, **options)
-    fused = lower_to_inductor(converted)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lower, "PASSES", tuple(s for s in lower.PASSES if s.graph_pass is not fuse_quantize_epilogue))
-        return fused, lower_to_inductor(converted)
+    return lower_to_inductor(converted), lowered_without(fuse_quantize_epilogue, converted)
 
 
 def assert_same(fused, without, x, exact=True):

@@ -6,14 +6,14 @@ from torch import nn
 
 import pt2mx
 from pt2mx import MXError, MXQuantizer, get_default_mx_quantization_config, lower_to_inductor
-from pt2mx.fx import lower
-from pt2mx.fx.passes import fuse_activation_quantize, fuse_quantize_epilogue
+from pt2mx.fx.passes import fuse_activation_quantize
+from pt2mx.fx.passes.fuse_quantize_epilogue import fuse_quantize_epilogue
 from pt2mx.kernels.cpu import uses
 from pt2mx.kernels.cpu.linear import AMX, INT8
 from pt2mx.ops.activations import activation_fake_quantize_mx
 from pt2mx.ops.linear import linear_mx
 from pt2mx.ops.quantize_epilogue import linear_fake_quantize_mx
-from tests.flow import convert
+from tests.flow import convert, lowered_without
 from tests.graph import count, namespaces
 from tests.models import module_of
 
@@ -38,11 +38,7 @@ class Layer(nn.Module):
 def lowered(model, x, recipe="mxint8", **options):
     """Return the lowered model with and without the pass."""
     converted = convert(model.eval().to(x.dtype), (x,), recipe, **options)
-    fused = lower_to_inductor(converted)
-    with pytest.MonkeyPatch.context() as patch:
-        steps = [step for step in lower.PASSES if step.graph_pass is not fuse_quantize_epilogue.fuse_quantize_epilogue]
-        patch.setattr(lower, "PASSES", tuple(steps))
-        return fused, lower_to_inductor(converted)
+    return lower_to_inductor(converted), lowered_without(fuse_quantize_epilogue, converted)
 
 
 ACTIVATIONS = {

@@ -8,10 +8,9 @@ from pt2mx import MXSpec, ops
 from pt2mx.kernels import reference
 from pt2mx.kernels.cpu import linear as cpu_linear
 from pt2mx.kernels.cpu import uses
-from pt2mx.kernels.packing import pack
 from pt2mx.ops.linear import LinearMX
 from tests.compare import relative_error, same
-from tests.cpu_kernels import linear, of_capability
+from tests.cpu_kernels import linear, of_capability, random_codes
 from tests.threads import on_threads
 
 NAMES = ("int8", "int8_full", "fp4_e2m1", "fp6_e2m3", "int4")
@@ -36,10 +35,7 @@ def has_int8():
 
 def weight(n, k, name, block=32, scales=(120, 134)):
     """Return a weight of random codes and scales: its bytes, scales, spec and values."""
-    spec = MXSpec(name, block, 1)
-    codes = torch.randint(1 << spec.element.bits, (n, k), dtype=torch.uint8)
-    data = pack(codes, 1, spec.element.bits) if spec.element.bits < 8 else codes
-    scale = torch.randint(*scales, (n, -(-k // block)), dtype=torch.uint8)
+    data, scale, spec = random_codes(n, k, name, block, scales)
     return data, scale, spec, reference.dequantize(data, scale, spec, torch.float32, k)
 
 

@@ -10,15 +10,10 @@ from pt2mx.kernels import reference
 from pt2mx.kernels.cpu import linear as cpu_linear
 from pt2mx.kernels.packing import packed_length
 from tests.compare import relative_error
-from tests.cpu_kernels import DTYPES, linear, of_capability
+from tests.cpu_kernels import DTYPES, linear, of_capability, packed
 from tests.kernel_calls import ByArguments
 from tests.oracle import NARROW
 from tests.threads import on_threads
-
-
-def packed(n: int, k: int, name: str, block: int) -> tuple[Tensor, Tensor, MXSpec]:
-    scale, data = ops.quantize_mx(torch.randn(n, k), name, block, -1, "floor", "even")
-    return data, scale, MXSpec(name, block, 1)
 
 
 def check(x: Tensor, data: Tensor, scale: Tensor, spec: MXSpec, bias: Tensor | None = None) -> None:

@@ -14,23 +14,13 @@ from pt2mx.kernels import reference
 from pt2mx.kernels.cpu import linear as cpu_linear
 from pt2mx.kernels.packing import pack
 from tests.compare import relative_error
-from tests.cpu_kernels import DTYPES, linear, of_capability
+from tests.cpu_kernels import DTYPES, linear, of_capability, random_codes
 from tests.threads import on_threads
 
 NAMES = ("fp4_e2m1", "fp4_e3m0", "int4", "int4_full", "fp6_e2m3", "int8", "int8_full")
 AMX = cpu_linear.TDPBSSD | cpu_linear.VPDPBUSD  # with the instruction for fewer rows
 #: the most rows of x that each instruction multiplies in the order of `expected`
 MOST_ROWS = {cpu_linear.VPMADDUBSW: 32, cpu_linear.VPDPBUSD: 32, AMX: 32, cpu_linear.SDOT: 4}
-
-
-def weight(
-    n: int, k: int, name: str, block: int = 32, scales: tuple[int, int] = (120, 134)
-) -> tuple[Tensor, Tensor, MXSpec]:
-    """Return a weight of random codes and scales: (N, bytes), (N, blocks), and its spec."""
-    spec = MXSpec(name, block, 1)
-    codes = torch.randint(1 << spec.element.bits, (n, k), dtype=torch.uint8)
-    data = pack(codes, 1, spec.element.bits) if spec.element.bits < 8 else codes
-    return data, torch.randint(*scales, (n, -(-k // block)), dtype=torch.uint8), spec
 
 
 def quantized(rows: int, k: int, name: str = "int8") -> Tensor:
@@ -109,7 +99,7 @@ def test_same_bits_as_exact_sums(name, of_x, with_isa):
     """Rows that end within a strip and within a group, rows of the weight that fill no vector, every number of rows of
     x, and every dtype."""
     for i, (n, k, block) in enumerate([(1, 1, 32), (16, 256, 32), (37, 576, 32), (70, 1000, 32), (33, 2049, 64)]):
-        w, x, bias = weight(n, k, name, block), quantized(32, k, of_x), torch.randn(n)
+        w, x, bias = random_codes(n, k, name, block), quantized(32, k, of_x), torch.randn(n)
         for j, rows in enumerate((1, 2, 3, 4, 7, 8, 16, 19, 32)):
             for bit in available(name, rows):
                 dtype, added = DTYPES[(i + j) % 3], bias if j % 2 else None
@@ -123,7 +113,7 @@ def test_more_rows_have_the_same_bits(name, of_x, monkeypatch):
     """The kernels for many rows add in the same order."""
     isa_for = cpu_linear.isa_for
     monkeypatch.setattr(cpu_linear, "isa_for", lambda spec, k: isa_for(spec, k) & cpu_linear.INT8)
-    x, w, bits = quantized(40, 1000, of_x), weight(37, 1000, name), available(name, 5)
+    x, w, bits = quantized(40, 1000, of_x), random_codes(37, 1000, name), available(name, 5)
     for bit in bits:
         monkeypatch.setattr(cpu_linear, "integer_isa_for", lambda spec, k, bit=bit: bit)
         assert torch.equal(linear(x.bfloat16(), *w[:2], None, w[2], torch.float32), expected(x, *w))
@@ -147,7 +137,7 @@ def test_largest_codes(with_isa):
 
 @pytest.mark.parametrize("rows", [4, 9])
 def test_zeros_may_have_any_scale(rows, with_isa):
-    x, (data, scale, spec) = quantized(rows, 640), weight(40, 640, "fp4_e2m1")
+    x, (data, scale, spec) = quantized(rows, 640), random_codes(40, 640, "fp4_e2m1")
     x[:, :32], x[2] = 0, -0.0
     data[:, 16:32], scale[:, 1] = 0, 0
     data[5], scale[5, ::2], scale[5, 1::2] = 0x88, 254, 0
@@ -159,7 +149,7 @@ def test_zeros_may_have_any_scale(rows, with_isa):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_partial_group_of_zeros_may_have_any_scale(name, with_isa):
     """Its codes are padded with zeros, not with those of an earlier group."""
-    x, (data, scale, spec) = quantized(4, 264), weight(40, 264, name)
+    x, (data, scale, spec) = quantized(4, 264), random_codes(40, 264, name)
     data[::3, 32 * spec.element.bits :], scale[::3, 8] = 0, 0
     for bit in available(name):
         assert torch.equal(with_isa(bit, x, data, scale, None, spec), expected(x, data, scale, spec))
@@ -169,7 +159,7 @@ def test_a_partial_group_of_zeros_may_have_any_scale(name, with_isa):
 @pytest.mark.parametrize("byte", [0, 1, 250, 254, 255])
 def test_extreme_scales(byte, rows, with_isa):
     """Another kernel computes what could be subnormal or infinite, and a NaN."""
-    x, (data, scale, spec) = quantized(rows, 640), weight(40, 640, "int8")
+    x, (data, scale, spec) = quantized(rows, 640), random_codes(40, 640, "int8")
     scale[7, 13], data[7, 13 * 32] = byte, 1
     for power in (0, -100, 60):
         args = (x * 2.0**power, data, scale)
@@ -187,7 +177,7 @@ def test_reads_nothing_past_a_tensor(name, rows, with_isa, before_guard_page):
     """Rows of the weight are read up to the end of a vector, and so into the next rows, but not past the last row."""
     for n, k in ((1, 1), (2, 31), (3, 33), (4, 65), (5, 127), (17, 129), (6, 256)):
         for block in (32, 96):
-            x, (data, scale, spec), bias = quantized(rows, k), weight(n, k, name, block), torch.randn(n)
+            x, (data, scale, spec), bias = quantized(rows, k), random_codes(n, k, name, block), torch.randn(n)
             guarded = [before_guard_page(t) for t in (x, data, scale, bias)]
             for bit in available(name, rows):
                 assert torch.equal(with_isa(bit, *guarded, spec), expected(x, data, scale, spec, bias)), (n, k, bit)
@@ -198,7 +188,7 @@ def test_reads_nothing_past_a_tensor(name, rows, with_isa, before_guard_page):
 def test_scales_of_the_rows_after_change_nothing(name, block, with_isa):
     """A NaN in a row of the weight makes that result NaN and no other, however short the rows are."""
     for k in (20, 33, 100, 130):
-        x, (data, scale, spec) = quantized(4, k), weight(140, k, name, block)
+        x, (data, scale, spec) = quantized(4, k), random_codes(140, k, name, block)
         scale[1::2, 0] = 255
         for bit in available(name):
             y = with_isa(bit, x, data, scale, None, spec)
@@ -209,7 +199,7 @@ def test_scales_of_the_rows_after_change_nothing(name, block, with_isa):
 @pytest.mark.parametrize("name", NAMES)
 def test_zeros_with_any_scale_in_larger_blocks(name, with_isa):
     """Scales of every third block are out of range, as are those of blocks of zeros."""
-    x, (data, scale, spec) = quantized(3, 500), weight(70, 500, name, 64)
+    x, (data, scale, spec) = quantized(3, 500), random_codes(70, 500, name, 64)
     for block in range(0, 8, 3):
         width = 8 * spec.element.bits
         data[::2, block * width : (block + 1) * width], scale[::2, block] = 0, 254 * (block % 2)
@@ -219,7 +209,7 @@ def test_zeros_with_any_scale_in_larger_blocks(name, with_isa):
 
 @pytest.mark.parametrize("value", [2.0**-20, 129 / 64, torch.inf, -torch.inf, torch.nan, 2.0**-133])
 def test_values_without_a_code_use_another_kernel(value, with_isa):
-    w = weight(40, 640, "fp4_e2m1")
+    w = random_codes(40, 640, "fp4_e2m1")
     for rows in (1, 5, 9):
         x = quantized(rows, 640)
         x[-1, 32:64], x[-1, 40] = 1, value
@@ -230,7 +220,7 @@ def test_values_without_a_code_use_another_kernel(value, with_isa):
 
 @pytest.mark.parametrize("name", ["fp4_e2m1", "fp6_e2m3", "int8"])
 def test_same_bits_in_every_run_with_any_threads(name, with_isa):
-    w = weight(515, 1100, name)
+    w = random_codes(515, 1100, name)
     for rows in (1, 5, 16):
         want = expected(x := quantized(rows, 1100), *w)
         for bit in available(name, rows):

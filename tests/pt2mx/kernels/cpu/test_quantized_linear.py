@@ -5,6 +5,7 @@ import torch
 
 from pt2mx import MXSpec, ops
 from pt2mx.kernels.cpu import activations, linear
+from tests.cpu_kernels import packed
 from tests.kernel_calls import ByArguments, selected
 from tests.threads import on_threads
 
@@ -18,11 +19,6 @@ def isa(request, monkeypatch):
     isa_for = linear.isa_for
     monkeypatch.setattr(linear, "isa_for", lambda spec, k: isa_for(spec, k) & ISAS[request.param])
     return request.param
-
-
-def packed(n, k, name, block=32):
-    scale, data = ops.quantize_mx(torch.randn(n, k), name, block, -1, "floor", "even")
-    return data, scale, MXSpec(name, block, 1)
 
 
 def quantized(rows, k, name):
