@@ -18,7 +18,7 @@ from pt2mx.kernels.cpu import repeated
 from tests.fresh_process import IMPORTED, run_program
 from tests.left_files import temporary_files
 from tests.models import exported_encoder
-from tests.own_formats import forgotten
+from tests.own_formats import forgotten, registered
 from tests.patches import patched
 
 
@@ -39,6 +39,13 @@ def _seed():
 @pytest.fixture(autouse=True)
 def _no_formats_of_other_tests():
     with forgotten():
+        yield
+
+
+@pytest.fixture(scope="module")
+def own_elements():
+    """Register the elements of `own_formats.py`."""
+    with registered():
         yield
 
 

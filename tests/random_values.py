@@ -3,6 +3,9 @@
 import torch
 from torch import Tensor
 
+from pt2mx import ELEMENTS, SCALE_FORMATS
+from pt2mx.kernels.packing import unpacked_length
+
 
 def random_values(shape: tuple[int, ...], dtype: torch.dtype, kind: int) -> Tensor:
     """Return values of one kind: near each other, any bit pattern, any binade, fp32 subnormals, ties."""
@@ -29,6 +32,20 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         x.view(-1)[torch.randint(x.numel(), (3,))] = torch.tensor([float("inf"), -float("inf"), float("nan")])
         x.view(-1)[:70] *= 2.0**-120
     return x.to(dtype)
+
+
+def every_code_and_scale(name: str, scale_format: str) -> tuple[Tensor, Tensor, int]:
+    """Return (scales, bytes), every byte as codes of an element in each row; (scales, 1), patterns of floats of every
+    kind, subnormal, negative, Inf and NaN, or every byte; and the number of codes in a row."""
+    dtype, bits = SCALE_FORMATS[scale_format].dtype, ELEMENTS[name].bits
+    patterns = torch.cat([torch.arange(256) * 257, torch.tensor([1, 0x7C00, 0x7F80, 0x7FC0, 0x3C01])])
+    scale = torch.arange(256, dtype=torch.uint8)
+    if dtype == torch.float32:
+        scale = (patterns.int() << 16 | 1).view(torch.float32)
+    elif dtype.is_floating_point:
+        scale = patterns.to(torch.int16).view(dtype)
+    data = torch.arange(256, dtype=torch.uint8)[: 255 if bits == 6 else 256].repeat(len(scale), 1)
+    return data, scale[:, None], unpacked_length(data.shape[1], bits)
 
 
 def every_pattern(dtype: torch.dtype) -> Tensor:

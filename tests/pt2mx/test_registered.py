@@ -19,16 +19,13 @@ from pt2mx.compat import PRESETS
 from pt2mx.kernels import select
 from pt2mx.kernels.reference import to_blocks
 from pt2mx.modes import ROUNDINGS
-from tests.own_formats import NF4, OWN, registered
+from tests.own_formats import NF4, OWN
 
 #: registers in another process
 REGISTER = f"import torch, pt2mx; pt2mx.register_element('own_nf4', values={NF4})\n"
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _own_elements():
-    with registered():
-        yield
+pytestmark = pytest.mark.usefixtures("own_elements")
 
 
 def of_mean(blocks, element):

@@ -11,11 +11,6 @@ from tests.stage_models import IDS, stages
 from tests.subgraph_models import Branches
 
 
-@pytest.fixture(scope="module")
-def net():
-    return stages()
-
-
 def broken(converted, name, factor=1.5):
     """The converted model, with the weight of one linear layer scaled after quantization."""
     model = torch.export.export(converted, (IDS,)).module()

@@ -9,11 +9,6 @@ from tests.stage_models import stages
 from tests.subgraph_models import Branches
 
 
-@pytest.fixture(scope="module")
-def net():
-    return stages()
-
-
 def lines(*arguments, **options):
     file = io.StringIO()
     print_graph(*arguments, file=file, **options)

@@ -14,11 +14,6 @@ from tests.stage_models import GRU, IDS, Normalized, stages
 from tests.subgraph_models import Branches
 
 
-@pytest.fixture(scope="module")
-def net():
-    return stages()
-
-
 def test_isolated_and_propagated_errors(net):
     exported, forms = net
     comparison = compare_stages(exported, forms, [IDS, {"ids": IDS.flip(0)}])

@@ -5,52 +5,35 @@ import torch
 from torch import nn
 
 import pt2mx
-from pt2mx import MXError, MXQuantizer, MXSpec, get_default_mx_quantization_config
+from pt2mx import MXError, MXQuantizer, get_default_mx_quantization_config
 from pt2mx.algorithms import GPTQ, Rotation, ScaleSearch, gptq
 from tests.models import chain, module_of, tied
-
-FP4 = MXSpec("mxfp4", scale_mode="even")
-W4 = MXQuantizer().set_global(get_default_mx_quantization_config(weight=FP4, activation=None))
-W4A4 = MXQuantizer().set_global(get_default_mx_quantization_config(weight=FP4, activation=FP4))
+from tests.pt2e.optimize.test_learned_rounding import FP4, W4, W4A4, error, net
 
 
-def net():
+def three_layers():
     first, second, third = nn.Linear(32, 64), nn.Linear(64, 64), nn.Linear(64, 16)
     return chain(first=first, relu=nn.ReLU(), second=second, relu_1=nn.ReLU(), third=third)
-
-
-def _net(model=None):
-    """A graph, batches whose 32 columns depend on 6 numbers, and one more batch."""
-    torch.manual_seed(0)
-    mixing = torch.randn(6, 32) / 6**0.5
-    batches = [(torch.randn(128, 6) @ mixing,) for _ in range(9)]
-    return torch.export.export((model or net()).eval(), batches[0]).module(), batches[1:], batches[0][0]
 
 
 def _optimized(graph, quantizer, batches, correction, *others):
     return pt2mx.optimize(graph, quantizer, batches, algorithms=(*others, ScaleSearch(), GPTQ(correction=correction)))
 
 
-@torch.no_grad()
-def _error(graph, quantizer, original, x):
-    converted = pt2mx.convert_pt2e(pt2mx.prepare_pt2e(graph, quantizer))
-    return float((converted(x) - original(x)).square().sum() / original(x).square().sum())
-
-
 @pytest.mark.parametrize(("quantizer", "less"), [(W4, 0.9), (W4A4, 0.75)], ids=["W4", "W4A4"])
 def test_outputs_come_nearer_than_for_float_inputs(quantizer, less):
-    graph, batches, x = _net()
-    errors = [_error(_optimized(graph, quantizer, batches, c), quantizer, graph, x) for c in (None, 0.5)]
+    graph, batches, x = net(three_layers())
+    errors = [error(_optimized(graph, quantizer, batches, c), quantizer, graph, x) for c in (None, 0.5)]
     assert errors[1] < less * errors[0]
 
 
 def test_weights_are_those_of_the_formula():
     """Each layer by hand: the least-squares weight for the rounded inputs, half of the way, and then GPTQ."""
-    graph, batches, _ = _net()
-    optimized, model = _optimized(graph, W4A4, batches, 0.5), net()
+    graph, batches, _ = net(three_layers())
+    optimized, model = _optimized(graph, W4A4, batches, 0.5), three_layers()
     model.load_state_dict(graph.state_dict())
     with torch.no_grad():
-        exact = rough = torch.cat([batch for (batch,) in batches])
+        exact = rough = torch.cat(batches)
         for name in ("first", "second", "third"):
             layer, rounded = model.get_submodule(name), optimized.state_dict()[f"{name}.weight"]
             inputs = pt2mx.fake_quantize_mx(rough, FP4)
@@ -65,7 +48,7 @@ def test_weights_are_those_of_the_formula():
 
 
 def test_all_of_a_rotated_model_is_rounded_once_and_float_stays():
-    graph, batches, x = _net()
+    graph, batches, x = net(three_layers())
     before = {name: tensor.clone() for name, tensor in graph.state_dict().items()}
     optimized = _optimized(graph, W4A4, batches, 1, Rotation())
     assert all(torch.equal(tensor, before[name]) for name, tensor in graph.state_dict().items())
@@ -74,7 +57,7 @@ def test_all_of_a_rotated_model_is_rounded_once_and_float_stays():
         row.rotated == 32 for row in report.weights
     )
     plain = _optimized(graph, W4A4, batches, None, Rotation())
-    assert _error(optimized, W4A4, graph, x) < _error(plain, W4A4, graph, x)
+    assert error(optimized, W4A4, graph, x) < error(plain, W4A4, graph, x)
 
 
 def test_a_weight_of_two_layers_is_rounded_for_float_inputs():
@@ -83,7 +66,7 @@ def test_a_weight_of_two_layers_is_rounded_for_float_inputs():
         layer=nn.Linear(32, 32),
         head=nn.Linear(32, 8),
     )
-    graph, batches, _ = _net(tied)
+    graph, batches, _ = net(tied)
     weights = [_optimized(graph, W4, batches, c).state_dict() for c in (None, 1.0)]
     assert torch.equal(weights[0]["layer.weight"], weights[1]["layer.weight"])
     assert not torch.equal(weights[0]["head.weight"], weights[1]["head.weight"])
@@ -111,7 +94,7 @@ def test_a_graph_that_writes_has_the_weights_of_one_that_does_not():
     weights = []
     for in_place in (True, False):
         torch.manual_seed(1)
-        graph, batches, _ = _net(Writes(in_place))
+        graph, batches, _ = net(Writes(in_place))
         weights.append(_optimized(graph, W4A4, batches, 0.5).state_dict())
         assert torch.equal(graph.state_dict()["mean"], torch.zeros(64))
     plain = _optimized(graph, W4A4, batches, None).state_dict()
@@ -126,7 +109,7 @@ def test_both_runs_draw_the_same_numbers():
         x = torch.relu(self.first(x))
         return self.second(x + 0.5 * torch.randn_like(x))
 
-    graph, batches, _ = _net(module_of(forward, first=nn.Linear(32, 64), second=nn.Linear(64, 16)))
+    graph, batches, _ = net(module_of(forward, first=nn.Linear(32, 64), second=nn.Linear(64, 16)))
     torch.manual_seed(1)
     corrected = _optimized(graph, W4, batches, 1.0).state_dict()["second.weight"]
     weight = graph.state_dict()["second.weight"]
@@ -136,14 +119,14 @@ def test_both_runs_draw_the_same_numbers():
 def test_a_weight_in_two_formats():
     sizes = {"first": 32, "second": 32, "last": 8}
     model = chain(**{name: nn.Linear(32, size, bias=False) for name, size in sizes.items()})
-    graph, batches, _ = _net(tied(model, "first", "second"))
+    graph, batches, _ = net(tied(model, "first", "second"))
     int8 = get_default_mx_quantization_config(weight="mxint8", activation=None)
     fp4 = get_default_mx_quantization_config(weight=FP4, activation=None)
     quantizer = MXQuantizer().set_global(fp4).set_module_name("second", int8)
     rounded = _optimized(graph, quantizer, batches, 1.0).state_dict()["last.weight"]
     with torch.no_grad():
         shared, last = graph.state_dict()["first.weight"], graph.state_dict()["last.weight"]
-        x = torch.cat([batch for (batch,) in batches])
+        x = torch.cat(batches)
         inputs = x @ pt2mx.fake_quantize_mx(shared, FP4).T @ pt2mx.fake_quantize_mx(shared, int8.weight).T
         products, drift = inputs.T @ inputs, (x @ shared.T @ shared.T - inputs).T @ inputs
         goal = last + last @ drift @ (products + 0.01 * products.diagonal().mean() * torch.eye(32)).inverse()
@@ -172,7 +155,7 @@ def test_padding_does_not_count():
 
 
 def test_options_that_do_not_go_together():
-    graph, batches, _ = _net()
+    graph, batches, _ = net(three_layers())
     with pytest.raises(MXError, match=r"GPTQ\(correction=2\): correction must be a number from 0 to 1"):
         GPTQ(correction=2)
     for given in ({"group": object()}, {"in_place": True}, {"anchor": "mxint8"}):

@@ -11,6 +11,7 @@ from pt2mx.algorithms.learned_rounding import LatentWeight
 from pt2mx.fx.graph.tensors import copy_sharing_tensors
 from pt2mx.pt2e.optimize.learned_rounding import learn_rounding
 from tests.models import Residual, module_of
+from tests.optimized_models import quantized
 
 FP4 = MXSpec("mxfp4", scale_mode="even")
 W4 = MXQuantizer().set_global(get_default_mx_quantization_config(weight=FP4, activation=None))
@@ -33,10 +34,6 @@ def net(model=None, dtype=torch.float32):
     batches = [(torch.randn(128, 6) @ mixing).to(dtype) for _ in range(9)]
     model = (model or two_layers()).to(dtype).eval()
     return torch.export.export(model, (batches[0],)).module(), batches[1:], batches[0]
-
-
-def quantized(graph, quantizer):
-    return pt2mx.convert_pt2e(pt2mx.prepare_pt2e(graph, quantizer))
 
 
 def error(graph, quantizer, original, x):

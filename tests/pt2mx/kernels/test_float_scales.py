@@ -14,15 +14,11 @@ from pt2mx.kernels.float_scales import codes_of
 from pt2mx.modes import FLOAT_SCALE_MODES, ROUNDINGS
 from pt2mx.scale_formats import TENSOR_SCALE_RANGE
 from tests.float_scale_oracle import quantize_block
-from tests.own_formats import registered
 
 FLOATS = [name for name, f in SCALE_FORMATS.items() if not f.is_power_of_two]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _own_elements():
-    with registered():
-        yield
+pytestmark = pytest.mark.usefixtures("own_elements")
 
 
 def float32(pattern: int) -> float:

@@ -14,13 +14,9 @@ from pt2mx import ELEMENTS, FORMATS, MXSpec, dequantize_mx, fake_quantize_mx, qu
 from pt2mx.kernels import reference
 from pt2mx.modes import ROUNDINGS
 from tests.oracle import NARROW, WIDE, modes_of
-from tests.own_formats import OWN, registered
+from tests.own_formats import OWN
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _own_elements():
-    with registered():
-        yield
+pytestmark = pytest.mark.usefixtures("own_elements")
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:

@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 from torch._inductor.cpp_builder import get_cpp_compiler
 
-from pt2mx import ELEMENTS, FORMATS, SCALE_FORMATS, MXSpec
+from pt2mx import FORMATS, SCALE_FORMATS, MXSpec
 from pt2mx.kernels import float_scales, reference
 from pt2mx.kernels.cpu.build import SOURCES
-from pt2mx.kernels.packing import packed_length, unpacked_length
 from pt2mx.modes import FLOAT_SCALE_MODES, ROUNDINGS
 from tests.cpu_kernels import DTYPES, assert_same, check_cpu, cpu, random_specs
 from tests.oracle import NARROW
-from tests.random_values import random_values
+from tests.random_values import every_code_and_scale, random_values
 
 FLOAT_SCALES = [name for name, scale in SCALE_FORMATS.items() if not scale.is_power_of_two]
 MODES = [(mode, rounding) for mode in FLOAT_SCALE_MODES for rounding in ROUNDINGS]
@@ -51,24 +50,13 @@ def test_every_element(name):
 @pytest.mark.parametrize("scale_format", FLOAT_SCALES)
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_code_with_every_scale(name, scale_format):
-    """All bytes, and patterns of floats of every kind: subnormal, negative, Inf, NaN."""
-    scale_format, bits = SCALE_FORMATS[scale_format], ELEMENTS[name].bits
-    patterns = torch.cat([torch.arange(256) * 257, torch.tensor([1, 0x7C00, 0x7F80, 0x7FC0, 0x3C01])])
-    scale = torch.arange(256, dtype=torch.uint8)
-    if scale_format.dtype == torch.float32:
-        scale = (patterns.int() << 16 | 1).view(torch.float32)
-    elif scale_format.dtype.is_floating_point:
-        scale = patterns.to(torch.int16).view(scale_format.dtype)
-    data = torch.arange(256, dtype=torch.uint8)[: 256 // 3 * 3 if bits == 6 else 256]
-    length = unpacked_length(len(data), bits)
-    data = data[None].expand(len(scale), -1)
-    assert packed_length(length, bits) == data.shape[1]
+    data, scale, length = every_code_and_scale(name, scale_format)
+    spec = MXSpec(name, length, 1, scale_format=scale_format)
     for tensor_scale in (torch.tensor(1.0), torch.tensor(0.0123), torch.tensor(2.0**60)):
-        t = tensor_scale if scale_format.tensor else None
+        t = tensor_scale if spec.scale_format.tensor else None
         for dtype in DTYPES:
-            spec = MXSpec(name, length, 1, scale_format=scale_format)
-            expected = reference.dequantize(data, scale[:, None], spec, dtype, length, tensor_scale=t)
-            assert_same(cpu.dequantize(data, scale[:, None], spec, dtype, length, t), expected, (spec, dtype))
+            expected = reference.dequantize(data, scale, spec, dtype, length, tensor_scale=t)
+            assert_same(cpu.dequantize(data, scale, spec, dtype, length, t), expected, (spec, dtype))
 
 
 def test_random_specs():

@@ -5,15 +5,14 @@ import random
 import pytest
 import torch
 
-from pt2mx import ELEMENTS, FORMATS, SCALE_FORMATS, MXSpec
+from pt2mx import FORMATS, SCALE_FORMATS, MXSpec
 from pt2mx.kernels import float_scales, reference
-from pt2mx.kernels.packing import unpacked_length
 from pt2mx.kernels.reference import random_bits
 from pt2mx.modes import FLOAT_SCALE_MODES, ROUNDINGS
 from tests.compare import same
 from tests.kernel_calls import ByArguments, selected
 from tests.oracle import NARROW
-from tests.random_values import every_pattern, random_values
+from tests.random_values import every_code_and_scale, every_pattern, random_values
 
 pytestmark = pytest.mark.cuda
 
@@ -68,23 +67,13 @@ def test_every_element(name):
 @pytest.mark.parametrize("scale_format", FLOAT_SCALES)
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_code_with_every_scale(name, scale_format):
-    """All bytes, and patterns of floats of every kind: subnormal, negative, Inf, NaN."""
     from pt2mx.kernels.gpu import quantize
 
     gpu = ByArguments(quantize)
-    format_, bits = SCALE_FORMATS[scale_format], ELEMENTS[name].bits
-    patterns = torch.cat([torch.arange(256) * 257, torch.tensor([1, 0x7C00, 0x7F80, 0x7FC0, 0x3C01])])
-    scale = torch.arange(256, dtype=torch.uint8)
-    if format_.dtype == torch.float32:
-        scale = (patterns.int() << 16 | 1).view(torch.float32)
-    elif format_.dtype.is_floating_point:
-        scale = patterns.to(torch.int16).view(format_.dtype)
-    data = torch.arange(256, dtype=torch.uint8)[: 255 if bits == 6 else 256].expand(len(scale), -1)
-    length = unpacked_length(data.shape[1], bits)
+    *args, length = every_code_and_scale(name, scale_format)
     spec = MXSpec(name, 4096, 1, scale_format=scale_format)
-    t = torch.tensor(3.7e-3) if format_.tensor else None
+    t = torch.tensor(3.7e-3) if spec.scale_format.tensor else None
     for dtype in DTYPES:
-        args = data.contiguous(), scale[:, None]
         got = gpu.dequantize(*(a.cuda() for a in args), spec, dtype, length, None if t is None else t.cuda())
         assert same(got, reference.dequantize(*args, spec, dtype, length, tensor_scale=t))
 
