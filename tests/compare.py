@@ -1,6 +1,7 @@
 """Comparisons of tensors: to the bit, and by the size of the error."""
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -24,6 +25,12 @@ def relative_error(got: Tensor, want: Tensor) -> float:
     """Return the norm of the difference over the norm of `want`, on any devices."""
     got, want = (x.detach().cpu().double() for x in (got, want))
     return ((got - want).norm() / want.norm()).item()
+
+
+def gradient_of(model: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Return the gradient of x of the sum of the squares of a model's result."""
+    leaf = x.detach().clone().requires_grad_()
+    return torch.autograd.grad(model(leaf).float().square().sum(), leaf)[0]
 
 
 def sqnr(got: Tensor, want: Tensor) -> float:

@@ -7,6 +7,7 @@ from torch import nn
 
 import pt2mx
 from pt2mx import FORMATS, MXError, MXQuantizer, get_default_mx_quantization_config, ops
+from tests.compare import gradient_of
 from tests.flow import calibrated, exported
 from tests.graph import assert_unchanged, snapshot
 from tests.models import BATCH, IMAGES, NormalizedConv, Residual, exported_conv, module_of
@@ -129,26 +130,21 @@ def test_an_uncalibrated_model_converts():
 @pytest.mark.parametrize(("element", "compiles"), [("mxfp8", True), ("mxfp6", False), ("mxfp4", False)])
 def test_the_gradient_of_the_input_passes_straight_through(element, compiles, compiler):
     """Codes carry no gradient, so the quantized branches could be missing in it."""
-    x = torch.randn(4, 60, requires_grad=True)
+    x = torch.randn(4, 60)
     model = nn.Sequential(Residual(nn.Linear(60, 60)), nn.LayerNorm(60), Residual(nn.Linear(60, 60)))
-    program = torch.export.export(model.eval(), (x.detach(),))
+    program = torch.export.export(model.eval(), (x,))
     config = get_default_mx_quantization_config(element, element)
     prepared = pt2mx.prepare_pt2e(program.module(), MXQuantizer().set_global(config))
-    prepared(x.detach())
+    prepared(x)
     converted = pt2mx.convert_pt2e(prepared)
     pt2mx.enable_fake_quant(prepared)
-
-    def gradient(model):
-        (grad,) = torch.autograd.grad(model(x).square().sum(), x)
-        return grad
-
-    want = gradient(prepared)
-    assert torch.equal(gradient(converted), want)
-    assert torch.equal(gradient(torch.export.export(converted, (x.detach(),)).module()), want)
+    want = gradient_of(prepared, x)
+    assert torch.equal(gradient_of(converted, x), want)
+    assert torch.equal(gradient_of(torch.export.export(converted, (x,)).module(), x), want)
     if compiles:
-        assert torch.allclose(gradient(torch.compile(converted)), want, rtol=1e-3, atol=1e-3)
-    assert torch.allclose(gradient(pt2mx.lower_to_inductor(converted)), want, rtol=1e-4, atol=1e-4)
-    assert not converted(x.detach()).requires_grad
+        assert torch.allclose(gradient_of(torch.compile(converted), x), want, rtol=1e-3, atol=1e-3)
+    assert torch.allclose(gradient_of(pt2mx.lower_to_inductor(converted), x), want, rtol=1e-4, atol=1e-4)
+    assert not converted(x).requires_grad
 
 
 def test_a_split_weight_is_folded(quantize):
