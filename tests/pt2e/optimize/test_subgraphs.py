@@ -26,6 +26,14 @@ def error(model, quantizer, x, want):
     return float((converted - want).square().sum() / want.square().sum())
 
 
+@torch.no_grad()
+def optimized_of(model, x):
+    """Return the optimized model, the rows of its report, and its error over that of rounding to nearest."""
+    optimized, want = pt2mx.optimize(model, QUANTIZER, [(x,)]), model(x)
+    share = error(optimized, QUANTIZER, x, want) / error(model, QUANTIZER, x, want)
+    return optimized, optimization_report(optimized).weights, share
+
+
 @pytest.mark.compiled_cases("WhileLoop", "Autocast")
 @pytest.mark.slow_cases("Nested", "Scan", "Map")
 @pytest.mark.parametrize("kind", MODELS)
@@ -63,28 +71,21 @@ def test_a_weight_that_a_subgraph_or_the_graph_around_also_reads_unquantized(ins
     torch.manual_seed(0)
     x = inputs()
     model = torch.export.export(Penalized().eval(), (x,)).module()
-    with torch.no_grad():
-        want = model(x)
-    optimized = pt2mx.optimize(model, QUANTIZER, [(x,)])
-    (row,) = optimization_report(optimized).weights[:1]
+    optimized, (row, *_), share = optimized_of(model, x)
     assert torch.equal(optimized.get_parameter("inner.weight"), model.get_parameter("inner.weight"))
     if inside:
         assert row.reason == "a subgraph also reads it in high precision"
     else:
-        assert row.algorithm == "gptq"  # in its own buffer
-        assert error(optimized, QUANTIZER, x, want) < 0.5 * error(model, QUANTIZER, x, want)
+        assert row.algorithm == "gptq" and share < 0.5  # in its own buffer
 
 
 def test_one_graph_for_two_weights():
     torch.manual_seed(0)
     x = inputs()
-    model = torch.export.export(Repeated().eval(), (x,), strict=True).module()
-    with torch.no_grad():
-        want = model(x)
-    optimized = pt2mx.optimize(model, QUANTIZER, [(x,)])
-    rows = [(w.weight, w.algorithm, w.rotated) for w in optimization_report(optimized).weights]
-    assert [row[1:] for row in rows] == [("gptq", 0), ("gptq", 0), ("gptq", 32)]  # the last has its own subgraph
-    assert error(optimized, QUANTIZER, x, want) < 0.7 * error(model, QUANTIZER, x, want)
+    _, rows, share = optimized_of(torch.export.export(Repeated().eval(), (x,), strict=True).module(), x)
+    # the last has its own subgraph
+    assert [(row.algorithm, row.rotated) for row in rows] == [("gptq", 0), ("gptq", 0), ("gptq", 32)]
+    assert share < 0.7
 
 
 def test_rotated_attention_and_a_padding_mask():
@@ -142,10 +143,8 @@ def test_one_value_in_both_branches():
         return torch.cond(x.sum() > 0, lambda x: x @ model.first.t(), lambda x: x @ model.first.t() + 1, (x,))
 
     with torch.no_grad():
-        model = exported(branches, x)
-        optimized = pt2mx.optimize(model, QUANTIZER, [(x,)])
-        assert torch.equal(torch.export.export(optimized, (x,)).module()(x), optimized(x))
-        assert error(optimized, QUANTIZER, x, model(x)) < 0.5 * error(model, QUANTIZER, x, model(x))
+        optimized, _, share = optimized_of(exported(branches, x), x)
+        assert torch.equal(torch.export.export(optimized, (x,)).module()(x), optimized(x)) and share < 0.5
 
 
 def test_autocast_regions_stay_subgraphs():
@@ -154,11 +153,7 @@ def test_autocast_regions_stay_subgraphs():
             return (x @ (model.first @ model.second)).float()
 
     x = inputs()
-    model = exported(matmul, x)
-    with torch.no_grad():
-        want = model(x)
-        optimized = pt2mx.optimize(model, QUANTIZER, [(x,)])
-    error(optimized, QUANTIZER, x, want)  # checks that converted equals prepared
+    optimized_of(exported(matmul, x), x)  # checks that converted equals prepared
 
 
 def test_a_weight_that_is_computed_two_graphs_deep():
@@ -170,12 +165,8 @@ def test_a_weight_that_is_computed_two_graphs_deep():
         return torch.cond(x.sum() > 0, inner, lambda x: x + 1, (x,))
 
     x = inputs().abs()
-    model = exported(deep, x)
-    with torch.no_grad():
-        optimized = pt2mx.optimize(model, QUANTIZER, [(x,)])
-        want = model(x)
-    assert [(w.weight, w.algorithm) for w in optimization_report(optimized).weights] == [("first", "gptq")]
-    assert error(optimized, QUANTIZER, x, want) < 0.6 * error(model, QUANTIZER, x, want)
+    _, (row,), share = optimized_of(exported(deep, x), x)
+    assert (row.weight, row.algorithm) == ("first", "gptq") and share < 0.6
 
 
 def test_an_outer_user_is_rounded_where_a_subgraph_reads_unquantized():
@@ -185,9 +176,6 @@ def test_an_outer_user_is_rounded_where_a_subgraph_reads_unquantized():
 
     x = inputs()
     model = exported(carried, x)
-    with torch.no_grad():
-        optimized = pt2mx.optimize(model, QUANTIZER, [(x,)])
-        want = model(x)
-    assert optimization_report(optimized).weights[0].algorithm == "gptq"
+    optimized, (row, *_), share = optimized_of(model, x)
+    assert row.algorithm == "gptq" and share < 0.6
     assert torch.equal(optimized.get_parameter("first"), model.get_parameter("first"))
-    assert error(optimized, QUANTIZER, x, want) < 0.6 * error(model, QUANTIZER, x, want)

@@ -103,13 +103,23 @@ def test_constant_nodes(attribute, expected):
     assert constant.dtype == expected.dtype and np.array_equal(constant, expected)
 
 
-def test_text_and_computed_tensors_stay():
-    nodes = [
-        helper.make_node("Constant", [], ["t"], value_string="text"),
-        helper.make_node("Cast", ["x"], ["c"], to=TensorProto.FLOAT16),
-        helper.make_node("Cast", ["c"], ["y"], to=TensorProto.FLOAT),
-    ]
-    model = model_of(nodes, {"x": (TensorProto.FLOAT, [1])}, {"y": 1}, {})
+@pytest.mark.parametrize(
+    "nodes",
+    [
+        [  # text, and what is computed of an input
+            helper.make_node("Constant", [], ["t"], value_string="text"),
+            helper.make_node("Cast", ["x"], ["c"], to=TensorProto.FLOAT16),
+            helper.make_node("Cast", ["c"], ["y"], to=TensorProto.FLOAT),
+        ],
+        [  # without a value
+            helper.make_node("Reshape", ["flat", "shape"], ["y"]),
+            helper.make_node("Constant", [], ["nothing"]),
+        ],
+    ],
+)
+def test_nodes_that_are_no_constant_tensors_stay(nodes):
+    constants = {"flat": weight(30), "shape": np.array([4, 4])}
+    model = model_of(nodes, {"x": (TensorProto.FLOAT, [1])}, {"y": 1}, constants)
     before = model.SerializeToString()
     hoist_constants(model)
     assert model.SerializeToString() == before
@@ -135,18 +145,6 @@ def test_casts_and_shapes_of_constants_are_constants():
     assert [node.op_type for node in model.graph.node] == ["MatMul", "Transpose", "MatMul"]
     assert constants_of(model)["v"].shape == (5, 6)
     assert torch.equal(run(model, x)[0], expected)
-
-
-def test_nodes_without_a_value_stay():
-    nodes = [
-        helper.make_node("Reshape", ["flat", "shape"], ["y"]),
-        helper.make_node("Constant", [], ["nothing"]),
-    ]
-    constants = {"flat": weight(30), "shape": np.array([4, 4])}
-    model = model_of(nodes, {"x": (TensorProto.FLOAT, [1])}, {"y": 2}, constants)
-    before = model.SerializeToString()
-    hoist_constants(model)
-    assert model.SerializeToString() == before
 
 
 def network(conv, norm=(), constants=(), **attributes):
