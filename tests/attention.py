@@ -7,6 +7,8 @@ from torch.nn import functional as F
 from pt2mx import ops
 from pt2mx.ops.attention import attention_bfloat16
 
+#: the arguments of `attention_bfloat16` from the element on, where the result is not quantized
+NOT_QUANTIZED = (None, 32, "floor", "even")
 #: of sums in another order, and of weights in the query's dtype
 _TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 

@@ -14,9 +14,16 @@ import pt2mx
 from pt2mx import LanguageModel, MXQuantizer, quantize_language_model
 from pt2mx.extras import import_extra
 from pt2mx.pt2e.language import decoder
+from tests.fresh_process import run_program
 
 transformers = import_extra("transformers", "hf")
 
+_GENERATE = """
+import torch
+from pt2mx import LanguageModel
+prompt, options, expected = torch.load("call.pt")
+print(torch.equal(LanguageModel.from_pretrained("model").generate(*prompt, **options), expected))
+"""
 _SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
 _SMALL = {**_SIZES, "num_key_value_heads": 2, "vocab_size": 300, "max_position_embeddings": 512}
 _TOKENS = {"bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 257}
@@ -247,6 +254,29 @@ def checkpoint(family: str, folder: Path, tokenizer: bool = True, **fields) -> s
     if tokenizer:
         tokenizer_of_bytes().save_pretrained(folder)
     return str(folder)
+
+
+def check_compiled(model: LanguageModel, *prompt: torch.Tensor, **options) -> None:
+    """Check that a compiled model generates what it did before."""
+    expected = model.generate(*prompt, **options)
+    model.compile()
+    assert torch.equal(model.generate(*prompt, **options), expected)
+
+
+def check_packages(model: LanguageModel, folder: Path, *prompt: torch.Tensor, **options) -> None:
+    """Check that a model generates the same with the packages of its folder."""
+    model.save_pretrained(folder)
+    model.write_packages(folder)
+    loaded = LanguageModel.from_pretrained(folder)
+    assert torch.equal(loaded.generate(*prompt, **options), model.generate(*prompt, **options))
+
+
+def check_another_process(model: LanguageModel, folder: Path, *prompt: torch.Tensor, **options) -> None:
+    """Check that a process that loads the folder of a model generates the same."""
+    model.save_pretrained(folder / "model")
+    torch.save((prompt, options, model.generate(*prompt, **options)), folder / "call.pt")
+    finished = run_program(_GENERATE, "generate.py", folder)
+    assert (finished.status, finished.out) == (0, "True\n"), finished.err
 
 
 def padded(batch: int = 3, length: int = 12) -> tuple[torch.Tensor, torch.Tensor]:

@@ -166,21 +166,6 @@ def load_checkpoint(
     return language_model
 
 
-def load_packed_model(folder: Path) -> PreTrainedModel:
-    """Load a checkpoint as the model of transformers whose weights are codes and scales.
-
-    Args:
-        folder: the folder of the checkpoint.
-
-    Returns:
-        The model, in evaluation mode.
-
-    Raises:
-        MXError: as `load_checkpoint`.
-    """
-    return _load_packed(folder)[0]
-
-
 def _load_packed(
     folder: Path, part: str | None = None, allow_partial: bool = False
 ) -> tuple[PreTrainedModel, CheckpointValues]:

@@ -27,8 +27,6 @@ from pt2mx.ops.operator import As, Autocast, Format, Operator, T, gradients_by_r
 from pt2mx.ops.quantization import Dequantize, FakeQuantize
 from pt2mx.spec import MXSpec
 
-#: the arguments of `attention_bfloat16` from the element on, where the result is not quantized
-NOT_QUANTIZED = (None, 32, "floor", "even")
 _ELEMENT = Annotated[str | None, As("elem_dtype_name"), "the element of the result; None: it is not quantized"]
 
 

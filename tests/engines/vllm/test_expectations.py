@@ -10,10 +10,10 @@ import torch
 import pt2mx
 from pt2mx import MXError, MXQuantizationConfig, MXQuantizer, convert_checkpoint, save_checkpoint
 from pt2mx.pt2e.checkpoints import engines
-from pt2mx.pt2e.checkpoints.load import load_checkpoint, load_packed_model
+from pt2mx.pt2e.checkpoints.load import load_checkpoint
 from pt2mx.pt2e.models.layouts import LAYOUTS
 from tests.engines.vllm.expectations import refusals
-from tests.float_checkpoints import of_weights
+from tests.float_checkpoints import load_packed_model, of_weights
 from tests.language_models import tiny_decoder, transformers
 from tests.vision_language_models import vision_language_checkpoint
 

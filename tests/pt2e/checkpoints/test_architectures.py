@@ -9,9 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from pt2mx import MXQuantizationConfig, MXQuantizer, convert_checkpoint
 from pt2mx.pt2e.checkpoints import conversion_plan
-from pt2mx.pt2e.checkpoints.load import load_packed_model
 from pt2mx.pt2e.models.weight_formats import spec_of
-from tests.float_checkpoints import tensors
+from tests.float_checkpoints import load_packed_model, tensors
 from tests.language_models import transformers
 
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 2,

@@ -9,12 +9,11 @@ from safetensors.torch import load_file, save_file
 import pt2mx
 from pt2mx import MXError, MXQuantizationConfig, MXQuantizer, convert_checkpoint
 from pt2mx.pt2e.checkpoints.configs import read_config
-from pt2mx.pt2e.checkpoints.load import load_packed_model
 from pt2mx.pt2e.models.checkpoint_files import CheckpointTensors
 from pt2mx.pt2e.models.layouts import LAYOUTS
 from pt2mx.pt2e.models.weight_formats import format_of
 from pt2mx.pt2e.quantizer import recipe
-from tests.float_checkpoints import float_checkpoint, of_weights, tensors
+from tests.float_checkpoints import float_checkpoint, load_packed_model, of_weights, tensors
 from tests.language_models import tiny_decoder, transformers
 
 _WEIGHT_ONLY = "mxfp4_weight_only"

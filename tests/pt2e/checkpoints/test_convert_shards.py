@@ -10,10 +10,9 @@ import pt2mx
 from pt2mx import MXError, MXQuantizationConfig, MXQuantizer
 from pt2mx.pt2e.checkpoints.convert_files import MANIFEST, convert_checkpoint
 from pt2mx.pt2e.checkpoints.convert_shards import cast
-from pt2mx.pt2e.checkpoints.load import load_packed_model
 from pt2mx.pt2e.checkpoints.select_weights import select_weights
 from pt2mx.pt2e.models import safetensors_shards
-from tests.float_checkpoints import float_checkpoint, of_weights, tensors
+from tests.float_checkpoints import float_checkpoint, load_packed_model, of_weights, tensors
 from tests.language_models import transformers
 
 _WEIGHT_ONLY = "mxfp4_weight_only"

@@ -9,13 +9,13 @@ import torch
 
 from pt2mx import MXError, convert_checkpoint
 from pt2mx.pt2e.checkpoints.conversion_plan import plan_conversion
-from pt2mx.pt2e.checkpoints.load import load_checkpoint, load_packed_model
+from pt2mx.pt2e.checkpoints.load import load_checkpoint
 from pt2mx.pt2e.checkpoints.sources import read_source
 from pt2mx.pt2e.models.gguf_file import GGUFFile
 from pt2mx.pt2e.models.gguf_tensors import GGUFTensors, open_gguf
 from pt2mx.pt2e.models.layouts import layout_named
 from tests.damaged_files import damaged
-from tests.float_checkpoints import float_checkpoint, of_weights
+from tests.float_checkpoints import float_checkpoint, load_packed_model, of_weights
 from tests.gguf_files import write_gguf
 from tests.language_models import tiny_decoder
 

@@ -7,12 +7,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pt2mx import MXError, convert_checkpoint
-from pt2mx.pt2e.checkpoints.load import load_packed_model
 from pt2mx.pt2e.cli.command import main
 from pt2mx.pt2e.models.gguf_blocks import BLOCK_TYPES
 from pt2mx.pt2e.models.gguf_file import GGUFFile
 from pt2mx.pt2e.models.gguf_tensors import load_float_gguf
-from tests.float_checkpoints import of_weights, tensors
+from tests.float_checkpoints import load_packed_model, of_weights, tensors
 from tests.gguf_files import write_gguf
 from tests.language_models import tiny_decoder, tokenizer_of_bytes, transformers
 

@@ -5,9 +5,10 @@ import pytest
 import torch
 
 from pt2mx import MXError, MXQuantizationConfig, MXQuantizer, save_checkpoint
-from pt2mx.pt2e.checkpoints.load import load_checkpoint, load_packed_model
+from pt2mx.pt2e.checkpoints.load import load_checkpoint
 from pt2mx.pt2e.models.gguf_file import GGUFFile
 from pt2mx.pt2e.models.gguf_tensors import load_float_gguf
+from tests.float_checkpoints import load_packed_model
 from tests.gguf_files import write_gguf
 from tests.language_models import quantized_decoder, tiny_decoder, tokenizer_of_bytes
 

@@ -12,10 +12,10 @@ from torch.utils._pytree import tree_leaves
 
 import pt2mx
 from pt2mx import MXError, convert_checkpoint, save_checkpoint
-from pt2mx.pt2e.checkpoints.load import is_mx_checkpoint, load_checkpoint, load_packed_model
+from pt2mx.pt2e.checkpoints.load import is_mx_checkpoint, load_checkpoint
 from pt2mx.pt2e.language.quantize import quantize_language_model, without_activation_matmuls
 from pt2mx.pt2e.models.weight_formats import NVFP4
-from tests.float_checkpoints import float_checkpoint, tensors
+from tests.float_checkpoints import float_checkpoint, load_packed_model, tensors
 from tests.language_models import tokenizer_of_bytes, transformers
 from tests.pt2e.checkpoints.conftest import IDS, INPUTS
 

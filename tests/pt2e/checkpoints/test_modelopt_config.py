@@ -10,11 +10,11 @@ import pt2mx
 from pt2mx import MXError, MXQuantizationConfig, MXQuantizer, convert_checkpoint, save_checkpoint
 from pt2mx.pt2e.checkpoints import modelopt_config
 from pt2mx.pt2e.checkpoints.configs import read_config, write_config
-from pt2mx.pt2e.checkpoints.load import load_checkpoint, load_packed_model
+from pt2mx.pt2e.checkpoints.load import load_checkpoint
 from pt2mx.pt2e.models.layouts import LAYOUTS
 from pt2mx.pt2e.models.module_schemes import Module, Scheme
 from pt2mx.pt2e.models.weight_formats import FP8_BLOCKS, NVFP4, spec_of
-from tests.float_checkpoints import float_checkpoint, tensors
+from tests.float_checkpoints import float_checkpoint, load_packed_model, tensors
 from tests.language_models import transformers
 
 RCEIL8 = spec_of("fp8_e4m3").replace(scale_mode="rceil")

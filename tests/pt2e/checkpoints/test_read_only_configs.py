@@ -8,10 +8,9 @@ from safetensors.torch import load_file, save_file
 import pt2mx
 from pt2mx import MXError, convert_checkpoint
 from pt2mx.pt2e.checkpoints.configs import read_config
-from pt2mx.pt2e.checkpoints.load import load_packed_model
 from pt2mx.pt2e.models.module_schemes import Scheme
 from pt2mx.pt2e.models.weight_formats import NVFP4_DIVISOR, spec_of
-from tests.float_checkpoints import float_checkpoint, of_weights
+from tests.float_checkpoints import float_checkpoint, load_packed_model, of_weights
 
 _PACKING = "auto_round:llm_compressor"
 MX4 = {"quant_method": "auto-round", "packing_format": _PACKING, "bits": 4, "data_type": "mx_fp", "group_size": 32,

@@ -8,10 +8,10 @@ from safetensors.torch import save_file
 
 from pt2mx.pt2e.checkpoints.convert_files import convert_checkpoint
 from pt2mx.pt2e.checkpoints.engines import TRANSFORMERS
-from pt2mx.pt2e.checkpoints.load import load_checkpoint, load_packed_model
+from pt2mx.pt2e.checkpoints.load import load_checkpoint
 from pt2mx.pt2e.checkpoints.save import save_checkpoint
 from pt2mx.pt2e.cli.command import main
-from tests.float_checkpoints import float_checkpoint, of_weights, tensors
+from tests.float_checkpoints import float_checkpoint, load_packed_model, of_weights, tensors
 from tests.language_models import transformers
 
 EXPERTS = "model.layers.0.mlp.experts"

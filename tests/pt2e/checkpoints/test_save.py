@@ -11,9 +11,9 @@ from safetensors.torch import load_file
 import pt2mx
 from pt2mx import MXError
 from pt2mx.fx.graph.tensors import copy_sharing_tensors, map_tensors
-from pt2mx.pt2e.checkpoints.load import load_packed_model
 from pt2mx.pt2e.checkpoints.save import _write_tensors, save_checkpoint
 from tests.engines.vllm.expectations import refusals
+from tests.float_checkpoints import load_packed_model
 from tests.language_models import transformers
 from tests.pt2e.checkpoints.conftest import INPUTS
 

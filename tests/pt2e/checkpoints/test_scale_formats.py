@@ -8,12 +8,12 @@ from safetensors.torch import save_file
 
 import pt2mx
 from pt2mx import convert_checkpoint, lower_to_inductor, save_checkpoint
-from pt2mx.pt2e.checkpoints.load import load_checkpoint, load_packed_model
+from pt2mx.pt2e.checkpoints.load import load_checkpoint
 from pt2mx.pt2e.language import decoder
 from pt2mx.pt2e.models import safetensors_shards
 from pt2mx.pt2e.models.checkpoint_names import fused_with
 from pt2mx.pt2e.models.weight_formats import NVFP4, NVFP4_DIVISOR
-from tests.float_checkpoints import float_checkpoint, tensors
+from tests.float_checkpoints import float_checkpoint, load_packed_model, tensors
 from tests.graph import calls
 from tests.language_models import transformers
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import pt2mx
-from pt2mx.pt2e.checkpoints.load import load_packed_model
 from pt2mx.pt2e.checkpoints.save import save_checkpoint
 from pt2mx.pt2e.language.quantize import without_activation_matmuls
+from tests.float_checkpoints import load_packed_model
 from tests.pt2e.checkpoints.conftest import INPUTS
 
 FP4 = pt2mx.MXSpec("mxfp4", scale_mode="even")

@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 import pt2mx
 from pt2mx import MXError, convert_checkpoint, save_checkpoint
 from pt2mx.pt2e.checkpoints.engines import TRANSFORMERS, VLLM
-from pt2mx.pt2e.checkpoints.load import load_checkpoint, load_packed_model
+from pt2mx.pt2e.checkpoints.load import load_checkpoint
 from pt2mx.pt2e.checkpoints.transform_config import read
+from tests.float_checkpoints import load_packed_model
 from tests.language_models import transformers
 from tests.pt2e.checkpoints.conftest import INPUTS
 

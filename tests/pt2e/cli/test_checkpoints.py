@@ -6,9 +6,9 @@ from safetensors.torch import load_file
 
 import pt2mx
 from pt2mx.pt2e.checkpoints.engines import TRANSFORMERS, VLLM
-from pt2mx.pt2e.checkpoints.load import load_packed_model
 from pt2mx.pt2e.cli.command import main
 from pt2mx.pt2e.models.gguf_tensors import load_float_gguf
+from tests.float_checkpoints import load_packed_model
 from tests.language_models import FAMILIES, checkpoint, tiny_decoder, tokenizer_of_bytes, transformers
 
 

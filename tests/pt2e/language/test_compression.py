@@ -8,19 +8,20 @@ from pt2mx.pt2e.language import runtime
 from pt2mx.pt2e.language.cache import CacheInProgram, CacheLayer
 from pt2mx.pt2e.language.compression import Windows, _bias_of_highest
 from pt2mx.pt2e.language.decoder_check import distance
-from tests.fresh_process import run_program
-from tests.language_models import exported_decoder, padded, quantized_decoder, tiny_decoder, with_rounded_weights
+from tests.language_models import (
+    check_another_process,
+    check_compiled,
+    check_packages,
+    exported_decoder,
+    padded,
+    quantized_decoder,
+    tiny_decoder,
+    with_rounded_weights,
+)
 
 FAMILY = "deepseek_v4"
 QUANTIZER = MXQuantizer.from_recipe("mxfp4_weight_only")
 OPTIONS = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
-LOAD = """
-import torch
-from pt2mx import LanguageModel
-ids, mask, expected = torch.load("calls.pt")
-result = LanguageModel.from_pretrained("model").generate(ids, attention_mask=mask, **{options})
-print(torch.equal(result, expected))
-"""
 
 
 def alone(eager, ids, mask, **options):
@@ -115,11 +116,8 @@ def test_a_quantized_cache_holds_codes_of_keys():
 
 @pytest.mark.slow
 def test_a_folder_serves_another_process(tmp_path):
-    model, (ids, mask) = quantized_decoder(FAMILY, QUANTIZER), padded()
-    model.save_pretrained(tmp_path / "model")
-    torch.save((ids, mask, model.generate(ids, attention_mask=mask, **OPTIONS)), tmp_path / "calls.pt")
-    finished = run_program(LOAD.format(options=OPTIONS), "load.py", tmp_path)
-    assert (finished.status, finished.out) == (0, "True\n"), finished.err
+    ids, mask = padded()
+    check_another_process(quantized_decoder(FAMILY, QUANTIZER), tmp_path, ids, attention_mask=mask, **OPTIONS)
 
 
 def of_one_layer():
@@ -130,17 +128,12 @@ def of_one_layer():
 
 @pytest.mark.compiled
 def test_compiled(compiler):
-    model, (ids, mask) = of_one_layer(), padded()
-    expected = model.generate(ids, attention_mask=mask, **OPTIONS)
-    model.compile()
-    assert torch.equal(model.generate(ids, attention_mask=mask, **OPTIONS), expected)
+    ids, mask = padded()
+    check_compiled(of_one_layer(), ids, attention_mask=mask, **OPTIONS)
 
 
 @pytest.mark.slow
 @pytest.mark.compiled
 def test_packages(tmp_path, compiler):
-    model, (ids, mask) = of_one_layer(), padded()
-    model.save_pretrained(tmp_path)
-    model.write_packages(tmp_path)
-    expected = model.generate(ids, attention_mask=mask, **OPTIONS)
-    assert torch.equal(LanguageModel.from_pretrained(tmp_path).generate(ids, attention_mask=mask, **OPTIONS), expected)
+    ids, mask = padded()
+    check_packages(of_one_layer(), tmp_path, ids, attention_mask=mask, **OPTIONS)

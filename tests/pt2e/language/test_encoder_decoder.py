@@ -15,6 +15,7 @@ from tests.encoder_decoders import (
     tiny_encoder_decoder,
     transformers,
 )
+from tests.language_models import check_compiled, check_packages
 
 #: families that differ in the program: a bias of positions, audio
 DEFAULT = ("t5", "whisper")
@@ -289,24 +290,13 @@ def test_settings_of_one_of_both_programs():
 @pytest.mark.compiled
 @pytest.mark.parametrize("family", DEFAULT)
 def test_compiled(family, compiler):
-    model, source = (
-        quantize_language_model(tiny_encoder_decoder(family), MXQuantizer.from_recipe("mxfp4_weight_only")),
-        sources(family),
-    )
-    options = {"do_sample": False, "max_new_tokens": 6}
-    expected = model.generate(**source, **options)
-    model.compile()
-    assert torch.equal(model.generate(**source, **options), expected)
+    model = quantize_language_model(tiny_encoder_decoder(family), MXQuantizer.from_recipe("mxfp4_weight_only"))
+    check_compiled(model, **sources(family), do_sample=False, max_new_tokens=6)
 
 
 @pytest.mark.compiled
 def test_packages(tmp_path, compiler):
-    model, source = quantized_encoder_decoder("t5"), sources("t5")
-    model.save_pretrained(tmp_path)
-    model.write_packages(tmp_path)
-    options = {"do_sample": False, "max_new_tokens": 6}
-    loaded = LanguageModel.from_pretrained(tmp_path)
-    assert torch.equal(loaded.generate(**source, **options), model.generate(**source, **options))
+    check_packages(quantized_encoder_decoder("t5"), tmp_path, **sources("t5"), do_sample=False, max_new_tokens=6)
 
 
 @pytest.mark.compiled

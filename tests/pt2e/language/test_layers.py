@@ -6,9 +6,10 @@ import torch
 from pt2mx import LanguageModel, MXError, MXQuantizer, quantize_language_model
 from pt2mx.pt2e.language.decoder import CachedDecoder, inputs
 from pt2mx.pt2e.language.layers import layers_of
-from tests.fresh_process import run_program
 from tests.language_models import (
     FAMILIES,
+    check_another_process,
+    check_compiled,
     exported_decoder,
     padded,
     quantized_decoder,
@@ -30,13 +31,6 @@ KEPT = {
 QUANTIZER = MXQuantizer.from_recipe("mxfp4_weight_only")
 #: options of `generate`
 OPTIONS = {"max_new_tokens": 24, "eos_token_id": None}
-LOAD = """
-import torch
-from pt2mx import LanguageModel
-ids, mask, expected = torch.load("calls.pt")
-result = LanguageModel.from_pretrained("model").generate(ids, attention_mask=mask, do_sample=False, **{options})
-print(torch.equal(result, expected))
-"""
 
 
 @torch.no_grad()
@@ -99,12 +93,9 @@ def test_the_text_of_a_checkpoint_with_towers():
 
 @pytest.mark.slow
 def test_a_folder_serves_another_process(tmp_path):
-    model, (ids, mask) = quantized_decoder("gemma4", QUANTIZER), padded()
-    model.save_pretrained(tmp_path / "model")
-    expected = model.generate(ids, attention_mask=mask, do_sample=False, **OPTIONS)
-    torch.save((ids, mask, expected), tmp_path / "calls.pt")
-    finished = run_program(LOAD.format(options=OPTIONS), "load.py", tmp_path)
-    assert (finished.status, finished.out) == (0, "True\n"), finished.err
+    ids, mask = padded()
+    model = quantized_decoder("gemma4", QUANTIZER)
+    check_another_process(model, tmp_path, ids, attention_mask=mask, do_sample=False, **OPTIONS)
 
 
 @pytest.mark.slow
@@ -119,8 +110,5 @@ def test_a_text_of_shared_keys_goes_on_where_it_ended():
 
 @pytest.mark.compiled
 def test_compiled(compiler):
-    model, (ids, mask) = quantized_decoder("gemma4", QUANTIZER), padded()
-    calls = {"attention_mask": mask, "do_sample": False, **OPTIONS}
-    expected = model.generate(ids, **calls)
-    model.compile()
-    assert torch.equal(model.generate(ids, **calls), expected)
+    ids, mask = padded()
+    check_compiled(quantized_decoder("gemma4", QUANTIZER), ids, attention_mask=mask, do_sample=False, **OPTIONS)

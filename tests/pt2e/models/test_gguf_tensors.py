@@ -6,11 +6,12 @@ import torch
 
 import pt2mx
 from pt2mx import MXError
-from pt2mx.pt2e.checkpoints.load import is_mx_checkpoint, load_checkpoint, load_packed_model
+from pt2mx.pt2e.checkpoints.load import is_mx_checkpoint, load_checkpoint
 from pt2mx.pt2e.language import decoder
 from pt2mx.pt2e.models.gguf_file import GGUFFile
 from pt2mx.pt2e.models.gguf_model import config_of, gguf_in
 from pt2mx.pt2e.models.gguf_tensors import load_float_gguf
+from tests.float_checkpoints import load_packed_model
 from tests.gguf_files import finish, write_gguf
 from tests.language_models import tiny_decoder
 

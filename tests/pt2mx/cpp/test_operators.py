@@ -8,8 +8,8 @@ import torch
 import pt2mx
 from pt2mx import MXSpec, cpp
 from pt2mx.cpp import tables
-from pt2mx.ops.attention import NOT_QUANTIZED
 from pt2mx.ops.contract import schema_of
+from tests.attention import NOT_QUANTIZED
 from tests.fresh_process import run_program
 from tests.oracle import modes_of
 from tests.pt2mx.cpp.calls import check, ours, packed, run_calls

@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 import pt2mx
 from pt2mx import MXError, ops
-from pt2mx.ops.attention import NOT_QUANTIZED, attention_bfloat16, matmul_bfloat16
-from tests.attention import attend
+from pt2mx.ops.attention import attention_bfloat16, matmul_bfloat16
+from tests.attention import NOT_QUANTIZED, attend
 from tests.oracle import NARROW
 
 _DTYPES = [torch.float32, torch.float16, torch.bfloat16]
