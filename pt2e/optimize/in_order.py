@@ -192,7 +192,7 @@ class _Statistics:
             expected = matmul.view.rows(*(float_run.value(node) for node in (matmul.source, *matmul.extra_inputs)))
             if not isinstance(rows, Tensor) or not isinstance(expected, Tensor) or rows.shape != expected.shape:
                 return None
-            observer(rounded, *extra)
+            observer.add(rows)
             _add_drift(drifts, observer, rows, expected)
         return observer, drifts
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -76,7 +77,12 @@ class MXHessianObserver(nn.Module):
 
     @torch.no_grad()
     def forward(self, x: Tensor, *extra_inputs: Tensor) -> Tensor:
-        rows_of_groups = self.rows(x.detach(), *extra_inputs)
+        self.add(self.rows(x.detach(), *extra_inputs))
+        return x
+
+    @torch.no_grad()
+    def add(self, rows_of_groups: Rows) -> None:
+        """Add rows to the sums, as `rows` returns them."""
         groups = [rows_of_groups] if isinstance(rows_of_groups, Tensor) else rows_of_groups
         amax, first = self.amax, 0
         for rows in groups:
@@ -84,7 +90,6 @@ class MXHessianObserver(nn.Module):
                 amax = self._initialized(sum(map(len, groups)), rows) if amax is None else amax
                 self._add(rows, amax, slice(first, first + len(rows)))
             first += len(rows)
-        return x
 
     def _initialized(self, groups: int, rows: Tensor) -> Tensor:
         """Create the sums, and return `amax`."""
@@ -113,10 +118,21 @@ class MXHessianObserver(nn.Module):
                 sums.baddbmm_(columns.mT, columns)  # autocast does not cast in-place operators
             if not same_device:
                 part[groups] += sums.to(part.device)
-        for extremes in (rows.amax(1), -rows.amin(1)):  # a norm takes ten times as long
-            torch.maximum(amax[groups], extremes, out=amax[groups])
+        torch.maximum(amax[groups], _largest(rows), out=amax[groups])
         self.counts[groups] += rows.shape[1]
         self.count += rows.shape[1]
+
+
+def _largest(rows: Tensor) -> Tensor:
+    """Return the largest absolute value of each column, (groups, rows, K) -> (groups, K).
+
+    Rows lie side by side first, because a CPU takes the extremes of many columns five times as fast as those of few. A
+    norm takes ten times as long.
+    """
+    count, k = rows.shape[1:]
+    beside = math.gcd(count, 32)
+    wide = rows.reshape(-1, count // beside, beside * k)
+    return torch.maximum(wide.amax(1), -wide.amin(1)).view(-1, beside, k).amax(1)
 
 
 def _strips(k: int) -> list[slice]:

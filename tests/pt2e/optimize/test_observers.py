@@ -10,6 +10,7 @@ from pt2mx.pt2e.optimize.observers import (
     MXHessianObserver,
     MXIndexObserver,
     Size,
+    _largest,
     bytes_of_sums,
     part_size,
     sample,
@@ -191,3 +192,12 @@ def test_both_triangles_of_sums_between_batches(columns):
         parts = torch.arange(640).split(observer.parts[0].shape[1])
         for part, own in zip(observer.parts, parts, strict=True):
             torch.testing.assert_close(part, whole[:, own][:, :, own])
+
+
+def test_largest_values_of_any_number_of_rows():
+    for rows in (1, 7, 32, 100, 192):
+        values = torch.randn(3, rows, 5)
+        assert torch.equal(_largest(values), values.abs().amax(1))
+        assert torch.equal(_largest(values.mT.contiguous().mT), values.abs().amax(1))
+        values[1, rows // 2, 2] = torch.nan
+        assert torch.equal(_largest(values).isnan().nonzero(), torch.tensor([[1, 2]]))
