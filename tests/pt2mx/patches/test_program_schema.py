@@ -4,11 +4,12 @@ import pytest
 import sympy
 import torch
 from torch import nn
-from torch._export.serde import serialize
+from torch._export.serde import schema, serialize
 from torch.export import Dim
 
 import pt2mx
-from pt2mx.patches.program_schema import schema_read_once
+from pt2mx.fx.graph.aliasing import storage_of
+from pt2mx.patches.program_schema import _Reader, schema_read_once
 
 
 class Branch(nn.Module):
@@ -58,14 +59,44 @@ def test_each_type_and_size_is_read_once(path, monkeypatch):
     assert len(types) > 5 * len(set(types))
     types.clear(), sizes.clear()
     deserialize(path)
-    assert len(types) == len(set(types)) > 10
+    payloads = [kind for kind in types if kind is schema.PayloadConfig]  # torch asks for weights, and for constants
+    assert len(types) - len(payloads) + 1 == len(set(types)) > 10
     texts = [text for text in sizes if isinstance(text, str)]
     assert len(texts) <= 2 * len(set(texts)) > 4  # some have a hint at one place and none at another
 
 
 def test_torch_is_as_before_also_after_an_error(path, tmp_path):
-    parse = serialize.GraphModuleDeserializer._parse_sym_expr
+    deserializer = serialize.GraphModuleDeserializer
+    names = "_parse_sym_expr", "deserialize_tensor_meta"
+    before = serialize._dict_to_dataclass, *(getattr(deserializer, name) for name in names)
     deserialize(path)
     with pytest.raises(Exception, match=r"nothing\.pt2"):
         deserialize(tmp_path / "nothing.pt2")
-    assert serialize.typing is typing and serialize.GraphModuleDeserializer._parse_sym_expr is parse
+    assert before == (serialize._dict_to_dataclass, *(getattr(deserializer, name) for name in names))
+
+
+def test_inputs_have_memory_of_their_own(tmp_path):
+    class Add(nn.Module):
+        def forward(self, x, y):
+            return x + y, x * y
+
+    x = torch.ones(2, 3)
+    pt2mx.save_program(torch.export.export(Add(), (x, x.clone())), tmp_path / "add.pt2")
+    graph = deserialize(tmp_path / "add.pt2").graph
+    inputs, results = [], []
+    for node in graph.nodes:
+        if node.op != "output":
+            (inputs if node.op == "placeholder" else results).append(node.meta["val"])
+    assert results[0] is not results[1] and storage_of(results[0]) == storage_of(results[1])
+    assert len({*map(storage_of, [*inputs, results[0]])}) == 3
+
+
+@pytest.mark.parametrize("device", [None, {"type": "cpu", "index": None, "of a newer torch": 1}])
+def test_json_is_read_as_torch_reads_it(device):
+    device_of_meta = device or {"type": "cuda", "index": 1}
+    meta = {"dtype": 7, "sizes": [{"as_int": 2}], "requires_grad": False, "device": device_of_meta}
+    meta |= {"strides": [{"as_int": 1}], "storage_offset": {"as_int": 0}, "layout": 7}
+    payload = {"path_name": "weight", "is_param": True, "use_pickle": False, "tensor_meta": device and meta}
+    numbers = dict[str, list[float]], {"a": [1, "inf"], "b": []}
+    for kind, data in ((schema.PayloadMeta, payload), (schema.TensorMeta, meta), numbers):
+        assert _Reader(None)(kind, data) == serialize._dict_to_dataclass(kind, data)
