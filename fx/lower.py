@@ -17,6 +17,7 @@ from pt2mx.fx.graph.source_node import note_source_nodes
 from pt2mx.fx.graph.tensors import (
     copy_sharing_tensors,
     delete_unused_tensors,
+    generate_code,
     map_tensors,
     move_to_device,
 )
@@ -132,7 +133,7 @@ def lower_to_inductor(
         (True, True)
     """
     _check_converted(converted)
-    model = copy_sharing_tensors(converted)
+    model = copy_sharing_tensors(converted, delays_code=True)
     map_tensors(model, Tensor.detach)
     if device is not None:
         move_to_device(model, device)
@@ -149,7 +150,7 @@ def lower_to_inductor(
         run_passes(graph, passes)
         write_out_arguments(graph)
     delete_unused_tensors(model)
-    return model
+    return generate_code(model)
 
 
 def _check_converted(model: object) -> None:
