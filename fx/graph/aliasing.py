@@ -24,7 +24,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
 from pt2mx.fx.graph.modes import evaluates, mode_of
-from pt2mx.fx.graph.node import OPERATOR_KEY, attribute_of, model_of, result_of, value_of
+from pt2mx.fx.graph.node import OPERATOR_KEY, attribute_of, call_key, model_of, result_of, value_of
 
 aten = torch.ops.aten
 
@@ -34,9 +34,9 @@ _RETURN_NEW = (
     aten.rms_norm.default, aten.softmax.int, aten.log_softmax.int,
 )  # fmt: skip
 
-#: cache: a call of a composite operator, by the layouts of its arguments -> positions of the inputs that it returns.
+#: cache: a call of a composite operator (`call_key`) -> positions of the inputs that it returns.
 #: Many passes ask about the same calls, and each answer takes a call on fake tensors.
-_RETURNED: WeakKeyDictionary[FakeTensorMode, dict[str, list[int]]] = WeakKeyDictionary()
+_RETURNED: WeakKeyDictionary[FakeTensorMode, dict[tuple[object, ...], list[int]]] = WeakKeyDictionary()
 
 #: the identity of a piece of memory: the node that makes it, or the storage of a parameter or buffer
 Root = Node | int
@@ -172,16 +172,10 @@ def _returned(node: Node) -> list[Node]:
         return inputs
     fake_modes = [operand.fake_mode for operand in operands if isinstance(operand, FakeTensor)]
     returned_of = _RETURNED.setdefault(fake_modes[0], {}) if fake_modes else {}
-    layouts = {n: _layout(operand) for n, operand in zip(inputs, operands, strict=True)}
-    call = repr((node.target, torch.fx.map_arg((node.args, node.kwargs), layouts.__getitem__)))
+    call = call_key(node)
     if call not in returned_of:
         returned_of[call] = _returned_by_call(node, operands)
     return [inputs[i] for i in returned_of[call]]
-
-
-def _layout(value: Any) -> Any:
-    """Return the part of an operand that decides whether an operator returns it."""
-    return (value.shape, value.stride(), value.dtype) if isinstance(value, Tensor) else str(value)
 
 
 def _returned_by_call(node: Node, operands: list[Any]) -> list[int]:

@@ -7,17 +7,20 @@ node. Its `args`, also after `dataclasses.replace`, can be assigned to a node's 
 
 from __future__ import annotations
 
+import functools
 import operator
 import re
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import OpOverload
+from torch._subclasses import FakeTensor
 from torch.fx import Graph, GraphModule, Node
 from torch.utils import _pytree as pytree
 
@@ -33,6 +36,8 @@ if TYPE_CHECKING:
 _KEPT = ("stack_trace", "nn_module_stack", "torch_fn")
 #: meta key of the call of a `TrainEvalModule`: the operator that the module replaces
 OPERATOR_KEY = "mx_operator"
+#: cache: a call in a graph (`call_key`) -> its result
+_RESULTS: WeakKeyDictionary[Graph, dict[tuple[object, ...], Any]] = WeakKeyDictionary()
 
 
 def value_of(node: object) -> Any:
@@ -56,9 +61,48 @@ def shape_of(node: object) -> tuple[int | str, ...] | None:
 
 
 def set_value(node: Node) -> None:
-    """Set the `val` meta of a new node by running its operator on the `val` meta of its inputs, if all have it."""
-    if all("val" in n.meta for n in node.all_input_nodes):
+    """Set the `val` meta of a new node by running its operator on the `val` meta of its inputs, if all have it.
+
+    Equal calls, as in the layers of a model, share one result: with symbolic sizes a call takes a millisecond.
+    """
+    if not all("val" in n.meta for n in node.all_input_nodes):
+        return
+    values = [n.meta["val"] for n in node.all_input_nodes]
+    fakes = [value for value in values if isinstance(value, FakeTensor)]
+    if (
+        not fakes
+        or not _gives_new_value(node.target)
+        or any(fake.constant is not None for fake in fakes)
+        or not all(isinstance(value, FakeTensor | int | torch.SymInt) for value in values)
+    ):
         node.meta["val"] = result_of(node)
+        return
+    known, call = _RESULTS.setdefault(node.graph, {}), (fakes[0].fake_mode, *call_key(node))
+    if call not in known:
+        known[call] = result_of(node)
+    node.meta["val"] = known[call]
+
+
+@functools.lru_cache(1024)
+def _gives_new_value(target: object) -> bool:
+    """Return whether the result of an operator is no argument, and has a layout that the layouts of arguments tell."""
+    of_data = torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output
+    return isinstance(target, OpOverload) and not target._schema.is_mutable and not {*of_data} & {*target.tags}
+
+
+def call_key(node: Node) -> tuple[object, ...]:
+    """Return a key that calls of one operator share if their arguments differ in the data of tensors alone."""
+    inputs = node.all_input_nodes
+    numbers = {n: f"%{i}" for i, n in enumerate(inputs)}
+    call = repr((node.target, torch.fx.map_arg((node.args, node.kwargs), numbers.__getitem__)))
+    return call, *(_layout(value_of(n)) for n in inputs)
+
+
+def _layout(value: object) -> object:
+    if not isinstance(value, Tensor):
+        return str(value)
+    sizes = (size if isinstance(size, int) else size.node.expr for size in (*value.shape, *value.stride()))
+    return (value.dtype, value.device, value.is_conj(), value.is_neg(), *sizes)
 
 
 def inherit_location(node: Node, other: Node) -> None:
@@ -84,7 +128,7 @@ def result_of(node: Node, replaced: dict[Node, Any] | None = None) -> Any:
     """Run a node's operator on the values of its inputs, and return the result. `replaced` has other values for some
     inputs; the values of all others must be known."""
     args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: (replaced or {}).get(n, value_of(n)))
-    fakes = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, torch._subclasses.FakeTensor)]
+    fakes = [value for value in pytree.tree_leaves((args, kwargs)) if isinstance(value, FakeTensor)]
     # in C++ some operators, such as matmul of torch 2.11, refuse symbolic sizes
     symbolic = any(one._has_symbolic_sizes_strides for one in fakes)
     dispatcher = enable_python_dispatcher() if symbolic else nullcontext()

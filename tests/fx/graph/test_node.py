@@ -1,10 +1,13 @@
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.fx import Graph
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import pt2mx
 from pt2mx.fx.graph.higher_order_ops import graph_modules
-from pt2mx.fx.graph.node import is_ours, make_positional, write_out_arguments, written_count
+from pt2mx.fx.graph.node import is_ours, make_positional, set_value, write_out_arguments, written_count
 from tests.flow import convert, reloaded
 from tests.models import module_of
 
@@ -70,3 +73,46 @@ def test_keywords_take_their_positions():
     assert node.args == (x, "int8", 32, -1, "floor", "even")
     make_positional(node, 7)
     assert node.args == (x, "int8", 32, -1, "floor", "even", None)
+
+
+@pytest.fixture
+def value():
+    """Return a function that adds a call to a graph and returns its value."""
+    graph = Graph()
+
+    def call(target, *args):
+        node = graph.call_function(target, args)
+        set_value(node)
+        return node.meta["val"]
+
+    call.graph, call.mode = graph, FakeTensorMode(shape_env=ShapeEnv())
+    return call
+
+
+def placed(value, tensor):
+    node = value.graph.placeholder("x")
+    node.meta["val"] = value.mode.from_tensor(tensor)
+    return node
+
+
+def test_equal_calls_share_a_value(value):
+    x, y, z = (placed(value, one) for one in (torch.ones(2, 3), torch.zeros(2, 3), torch.ones(3, 2).T))
+    aten = torch.ops.aten
+    assert value(aten.add.Tensor, x, 1) is value(aten.add.Tensor, y, 1)
+    assert value(aten.add.Tensor, x, 1) is not value(aten.add.Tensor, x, 2)
+    assert value(aten.clone.default, x).stride() == (3, 1) and value(aten.clone.default, z).stride() == (1, 2)
+    assert value(aten.add_.Tensor, x, 1) is x.meta["val"] and value(aten.add_.Tensor, y, 1) is y.meta["val"]
+
+
+def test_values_of_other_calls_differ(value):
+    aten = torch.ops.aten
+    numbers = placed(value, torch.arange(3))
+    dtypes = [value(aten.add.Tensor, numbers, one).dtype for one in (1, 1.0, True)]
+    assert dtypes == [torch.int64, torch.float32, torch.int64]
+    counts = [str(value(aten.nonzero.default, placed(value, torch.arange(3))).shape[0]) for _ in range(2)]
+    assert counts == ["u0", "u1"]
+    constants = [value.graph.placeholder("constant") for _ in range(2)]
+    for i, node in enumerate(constants):
+        with value.mode:
+            node.meta["val"] = torch.tensor(i)
+    assert [value(aten.add.Tensor, node, 1).constant.item() for node in constants] == [1, 2]
