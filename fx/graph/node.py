@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 _KEPT = ("stack_trace", "nn_module_stack", "torch_fn")
 #: meta key of the call of a `TrainEvalModule`: the operator that the module replaces
 OPERATOR_KEY = "mx_operator"
+#: tags of operators whose result has a layout that depends on data
+_OF_DATA = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 #: cache: a call in a graph (`call_key`) -> its result
 _RESULTS: WeakKeyDictionary[Graph, dict[tuple[object, ...], Any]] = WeakKeyDictionary()
 
@@ -86,8 +88,9 @@ def set_value(node: Node) -> None:
 @functools.lru_cache(1024)
 def _gives_new_value(target: object) -> bool:
     """Return whether the result of an operator is no argument, and has a layout that the layouts of arguments tell."""
-    of_data = torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output
-    return isinstance(target, OpOverload) and not target._schema.is_mutable and not {*of_data} & {*target.tags}
+    if not isinstance(target, OpOverload) or {*target.tags} & {*_OF_DATA}:
+        return False
+    return not any(one.alias_info is not None and one.alias_info.is_write for one in target._schema.returns)
 
 
 def call_key(node: Node) -> tuple[object, ...]:

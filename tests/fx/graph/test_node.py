@@ -101,6 +101,7 @@ def test_equal_calls_share_a_value(value):
     assert value(aten.add.Tensor, x, 1) is value(aten.add.Tensor, y, 1)
     assert value(aten.add.Tensor, x, 1) is not value(aten.add.Tensor, x, 2)
     assert value(aten.clone.default, x).stride() == (3, 1) and value(aten.clone.default, z).stride() == (1, 2)
+    assert [value(aten._assert_async.default, one) for one in (x, y)] == [None, None]
     assert value(aten.add_.Tensor, x, 1) is x.meta["val"] and value(aten.add_.Tensor, y, 1) is y.meta["val"]
 
 
