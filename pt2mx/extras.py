@@ -45,12 +45,12 @@ def import_extra(package: str, extra: str = "") -> Any:
     with without_log_warnings():
         if root in _IMPORT_TORCHVISION and importlib.util.find_spec("torchvision"):
             _make_torchvision_importable()
-        for module in _LAZY.get(root, ()):
+        for module in _LAZY.get(package, ()):
             importlib.import_module(module)
         return importlib.import_module(package)
 
 
-#: what a package imports on first use only, and with it parts of torchao that log
+#: what a package imports when its models are first asked for, and with it parts of torchao that log
 _LAZY = {"transformers": ("transformers.models.auto.modeling_auto", "transformers.modeling_utils")}
 _IMPORT_TORCHVISION = ("torchvision", "transformers")
 

@@ -42,6 +42,16 @@ def test_nothing_heavy_is_imported(run_python):
         assert f"{start} brought [] []" in printed, printed
 
 
+def test_a_model_of_a_folder_brings_no_code_of_models(run_python):
+    """transformers' base class of models brings torchvision's and scipy's parts, too."""
+    code = """
+import sys
+import pt2mx.pt2e.cli.generate, pt2mx.pt2e.language.language_model
+print([name in sys.modules for name in ("transformers.generation.utils", "transformers.modeling_utils", "scipy")])
+"""
+    assert run_python(code, fresh=True).splitlines()[-1] == "[True, False, False]"
+
+
 WITHOUT_EXTRAS = """
 import importlib, sys
 for name in {extras}:

@@ -40,7 +40,7 @@ def answer(
         settings: the options of `generate`; `stop_strings` end an answer and are not part of it.
     """
     stops = settings.get("stop_strings", ())
-    base = import_extra("transformers", "hf").TextStreamer
+    base = import_extra("transformers.generation.streamers", "hf").TextStreamer
 
     class Streamer(base):  # type: ignore[valid-type, misc]
         """Records tokens and their times, and prints those of a single prompt; the first call passes the prompt."""

@@ -107,11 +107,11 @@ def load_folder(folder: Folder) -> tuple[ExportedProgram, Any, Any, Any, Exporte
         MXError: where the folder holds no program, or programs for another number of ranks.
     """
     name = ranks.own_program_in(folder)
-    transformers = import_extra("transformers", "hf")
+    configurations = import_extra("transformers.models.auto.configuration_auto", "hf")
     encoder = _read_program(folder, ranks.ENCODER) if (Path(folder) / ranks.ENCODER).is_file() else None
     program = _read_program(folder, name)
     with user_errors(f"read 'config.json' in {str(folder)!r}"):
-        config = transformers.AutoConfig.from_pretrained(folder)
+        config = configurations.AutoConfig.from_pretrained(folder)
     generation = load_generation_config(folder)
     tokenizer = None if encoder is None else load_processor(folder)
     return program, config, generation, tokenizer or load_tokenizer(folder), encoder

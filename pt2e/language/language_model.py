@@ -129,7 +129,7 @@ class LanguageModel(nn.Module, _generation.GenerationMixin):  # type: ignore[nam
         self.program, self.config = program, config
         self.processor = tokenizer if hasattr(tokenizer, "image_processor") else None
         self.tokenizer = tokenizer if self.processor is None else self.processor.tokenizer
-        self.generation_config = generation_config or import_extra("transformers", "hf").GenerationConfig()
+        self.generation_config = generation_config or _generation.GenerationConfig()
         self.layers, self.device, self.dtype = cache_of(program)
         self._is_stateful = not all(KINDS[name] for layer in self.layers for name in layer)
         self.encoder = None if encoder is None else Encoder(encoder, self.device)

@@ -47,7 +47,8 @@ def load_generation_config(folder: Folder) -> Any:
     if not (Path(folder) / GENERATION).is_file():
         return None
     with user_errors(f"read {GENERATION!r} in {str(folder)!r}"):
-        return import_extra("transformers", "hf").GenerationConfig.from_pretrained(folder)
+        generation = import_extra("transformers.generation.configuration_utils", "hf")
+        return generation.GenerationConfig.from_pretrained(folder)
 
 
 def load_processor(folder: Folder) -> Any:
@@ -76,12 +77,12 @@ def _skip_ignored_clean_up(tokenizer: Any) -> None:
 
 
 def _read_tokenizer(folder: Folder) -> Any:
-    transformers = import_extra("transformers", "hf")
+    tokenizers = import_extra("transformers.models.auto.tokenization_auto", "hf")
     files = [name for name in TOKENIZER if (Path(folder) / name).is_file()]
     if Path(folder).is_dir() and not files:
         return None
     try:
-        return transformers.AutoTokenizer.from_pretrained(folder)
+        return tokenizers.AutoTokenizer.from_pretrained(folder)
     except Exception as error:  # each tokenizer fails in its own way
         if not files:
             return None
