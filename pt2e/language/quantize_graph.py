@@ -19,6 +19,7 @@ from pt2mx.algorithms.options import folded_rotation
 from pt2mx.errors import MXError, nearest
 from pt2mx.fx.graph.constants import parameters_behind
 from pt2mx.fx.graph.higher_order_ops import hop_calls
+from pt2mx.fx.graph.node import node_arg, value_of
 from pt2mx.pt2e.flow.convert import convert_pt2e
 from pt2mx.pt2e.flow.prepare import prepare_pt2e, prepare_qat_pt2e
 from pt2mx.pt2e.flow.weights import carry_notes
@@ -34,15 +35,17 @@ from pt2mx.pt2e.optimize.schedule import Schedule
 from pt2mx.pt2e.program.build_program import program_of
 from pt2mx.pt2e.quantizer.quantizer import MXQuantizer
 
+aten = torch.ops.aten
+
 #: the options of `distill` that `training` takes
 _TRAINING = [
     name for name, p in inspect.signature(distill).parameters.items() if p.kind is p.KEYWORD_ONLY and name != "slices"
 ]
 #: operators that multiply two activations in a decoder
 _MATMULS = (
-    torch.ops.aten.scaled_dot_product_attention.default,
-    torch.ops.aten.matmul.default,
-    torch.ops.aten.bmm.default,
+    aten.scaled_dot_product_attention.default,
+    aten.matmul.default,
+    aten.bmm.default,
 )
 
 
@@ -148,11 +151,29 @@ def decoder_program(
     `program` is the float program that the graph was made of, or the one that was sliced."""
     if quantizer.kv_cache is not None:
         pack_cache(converted)
+    _erase_idle_calls(converted)
     example = decoder.inputs(layers_in(converted), device, images=images)
     is_traced = any(hop_calls(converted))  # `program_of` takes no subgraphs
     result = decoder.export(converted, example) if is_traced else program_of(converted, program, example)
     carry_notes(converted, result.graph_module)
     return result
+
+
+def _erase_idle_calls(model: GraphModule) -> None:
+    """Erase casts to the dtype that a value has, and assertions about floats that the graph computes, whose dtype is
+    that of the weights: a tenth of a decoder's calls. Assertions about inputs and integers stay."""
+    for node in model.graph.nodes:
+        if node.target not in (aten.to.dtype, aten._assert_tensor_metadata.default):
+            continue
+        source = node_arg(node)
+        value = value_of(source)
+        if node.target is aten.to.dtype:
+            is_idle = isinstance(value, Tensor) and node.args[1:] == (value.dtype,) and not node.kwargs
+        else:
+            is_idle = isinstance(value, Tensor) and value.is_floating_point() and source.op == "call_function"
+        if is_idle:
+            node.replace_all_uses_with(source)
+            model.graph.erase_node(node)
 
 
 def without_activation_matmuls(quantizer: MXQuantizer) -> MXQuantizer:

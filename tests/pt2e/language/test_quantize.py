@@ -1,5 +1,6 @@
 import copy
 import weakref
+from collections import Counter
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from pt2mx import MXError, MXQuantizer, quantize_language_model
 from pt2mx.algorithms import Rotation
 from pt2mx.analysis.metrics import kl_divergence
 from pt2mx.pt2e.language import decoder
+from pt2mx.pt2e.language import quantize_graph as quantize_graph_module
 from pt2mx.pt2e.language.layers import layers_of
 from pt2mx.pt2e.language.quantize_graph import quantize_graph, without_activation_matmuls
 from tests.encoder_decoders import tiny_encoder_decoder
@@ -64,6 +66,22 @@ def test_converted_equals_prepared():
         expected = call(prepared)
         converted = decoder_by_recipe("mxfp8", "llama", num_hidden_layers=1).program.module()
         assert torch.equal(call(converted), expected)
+
+
+@pytest.mark.parametrize(("dtype", "casts"), [("float32", 8), ("bfloat16", 0)])
+def test_calls_that_change_nothing_are_erased(dtype, casts, monkeypatch):
+    """In bfloat16 the norms cast to float32 and back."""
+    quantizer, fields = MXQuantizer.from_recipe("mxfp4_weight_only"), {"num_hidden_layers": 1, "dtype": dtype}
+    result = quantized_decoder("llama", quantizer, **fields)
+    with monkeypatch.context() as patch:
+        patch.setattr(quantize_graph_module, "_erase_idle_calls", lambda model: None)
+        whole = quantized_decoder("llama", quantizer, **fields)
+    erased = Counter(operators(whole)) - Counter(operators(result))
+    assert erased == +Counter({"aten._assert_tensor_metadata.default": 8, "aten.to.dtype": casts})
+    ids = torch.randint(256, (2, 20))
+    assert torch.equal(result(ids).logits, whole(ids).logits)
+    checked = result.program.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_tensor_metadata.default)
+    assert {node.args[0].name for node in checked} >= {"attention_mask", "start"}
 
 
 @pytest.mark.compiled
