@@ -25,6 +25,7 @@ from pt2mx.fx.graph.node import attribute_of, is_ours, tensor_of
 from pt2mx.fx.graph.tensors import (
     copy_sharing_tensors,
     delete_unused_tensors,
+    generate_code,
     move_to_device,
     without_torch_warnings,
 )
@@ -159,9 +160,9 @@ def _step_programs(decoder: GraphModule, device: torch.device) -> Programs:
 
 def _with_passes(single: GraphModule, *passes: GraphPass) -> GraphModule:
     """Return a copy of the program for single tokens, changed by passes. It stores what depends on positions alone."""
-    step = copy_sharing_tensors(single)
+    step = copy_sharing_tensors(single, delays_code=True)
     run_passes(step, passes)
-    return store_positions(step, _POSITIONS)
+    return generate_code(store_positions(step, _POSITIONS))
 
 
 def _compiled(
