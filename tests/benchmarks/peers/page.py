@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.benchmarks.peers.methods import METHODS
+from tests.benchmarks.peers.outcomes import OURS
 from tests.benchmarks.picture import PICTURE, picture
 
 FOLDER = Path(__file__).parent
@@ -46,6 +47,8 @@ ROWS = {
     "Quark 0.13": (("Quark", "Quark ONNX"), "not tried"),
     "torchao 0.18": (("torchao", "torchao INT8"), "not tried"),
 }
+#: the column of the difference from pt2mx
+_OVER = f"over {OURS}"
 #: the mark of a loss whose linear layers rotate their inputs
 ROTATES = "°"
 _INTRODUCTION = """# Peers at 4 bits: all settings
@@ -85,7 +88,29 @@ def results() -> str:
     """Return the text of `results.md`."""
     measured = _measured()
     sections = (_section(title, measured[name]) for name, title in TITLES.items() if name in measured)
-    return "\n".join([_INTRODUCTION, *sections])
+    return "\n".join([_INTRODUCTION, _nearest_peers(measured), *sections])
+
+
+def _nearest_peers(measured: Mapping[str, Any]) -> str:
+    """Return the table of pt2mx beside the nearest peer, for each model and format that a peer has."""
+    rows: list[dict[str, str]] = []
+    for model, title in TITLES.items():
+        best = measured.get(model, {"best": []})["best"]
+        for name in dict.fromkeys(row["format"] for row in best):
+            same = [row for row in best if row["format"] == name]
+            ours = next(row for row in same if row["method"] == OURS)
+            if peers := [row for row in same if not row["method"].startswith(OURS)]:
+                peer = min(peers, key=_loss)
+                chosen = {"nearest peer": f"{peer['method']}, {peer['setting']}", "its loss": f"{_loss(peer):.4f}"}
+                cell = {"model": title, "format": name, OURS: f"{_loss(ours):.4f}", **chosen}
+                rows.append({**cell, _OVER: peer[_OVER], "seconds": f"{ours['seconds']} / {peer['seconds']}"})
+    apart = sum(row[_OVER].partition("(")[2].startswith("+") for row in rows)
+    text = (
+        "By more than the interval pt2mx is nearer to the float model than every peer that ran in "
+        f"{apart} of {len(rows)} rows; each has its best setting by validation. Seconds, of pt2mx and the peer, "
+        "compare on one machine alone."
+    )
+    return f"## The nearest peer\n\n{text}\n\n{_table(rows)}\n"
 
 
 def _section(title: str, entry: Mapping[str, Any]) -> str:
