@@ -14,7 +14,6 @@ from torch.fx import GraphModule
 
 from pt2mx.algorithms.options import look_at_inputs
 from pt2mx.errors import MXError
-from pt2mx.extras import import_extra
 from pt2mx.fx.graph.tensors import remove_unused
 from pt2mx.pt2e.files.user_errors import WITHOUT_EXPORT
 from pt2mx.pt2e.flow.weights import carry_notes
@@ -179,10 +178,10 @@ class FloatSource(FloatText):
         """Return the inputs with which the decoder reads the text that the model generates from a source."""
         inputs = self._inputs(text)
         encoded = encoder_results(SourceEncoder(self.model)(**inputs))
-        generation = import_extra("transformers.generation.utils", "hf").GenerationMixin
-        # Whisper's own method leaves out the first tokens
-        tokens = generation.generate(self.model, **inputs, max_new_tokens=_TOKENS, do_sample=False, num_beams=1)
-        return {**super().read(tokens), **decoder_inputs(encoded)}
+        options = {"max_new_tokens": _TOKENS, "do_sample": False, "num_beams": 1}
+        # a tensor would leave out the tokens with which Whisper's text begins: language and task
+        written = self.model.generate(**inputs, **options, return_dict_in_generate=True)
+        return {**super().read(written["sequences"]), **decoder_inputs(encoded)}
 
     def quantized_encoder(self, quantizer: MXQuantizer, texts: Sequence[Text]) -> ExportedProgram:
         """Return the quantized encoder, calibrated with sources without padding."""

@@ -99,7 +99,9 @@ def load() -> tuple[Any, Any]:
         pad_token_id=end,
         is_multilingual=True,
         lang_to_id={"<|en|>": english},
+        language="en",
         task_to_id={"transcribe": transcript},
+        task="transcribe",
         no_timestamps_token_id=without_times,
         suppress_tokens=settings["suppress_ids"],
         begin_suppress_tokens=settings["suppress_ids_begin"],
@@ -117,8 +119,7 @@ def features(spoken: Sequence[Recording]) -> Tensor:
 
 def transcribe(model: Any, tokenizer: Any, batch: Tensor) -> list[str]:
     """Return the text of each recording, by greedy search."""
-    options = {"language": "en", "task": "transcribe", "max_new_tokens": _LONGEST, "do_sample": False}
-    tokens = model.generate(batch.to(model.device), **options)
+    tokens = model.generate(batch.to(model.device), max_new_tokens=_LONGEST, do_sample=False)
     texts: list[str] = tokenizer.batch_decode(tokens, skip_special_tokens=True)
     return texts
 

@@ -7,6 +7,8 @@ import torch
 
 from pt2mx import LanguageModel, MXError, MXQuantizer, quantize_language_model
 from pt2mx.pt2e.language.encoder_decoder import EncoderDecoder
+from pt2mx.pt2e.language.layers import layers_of
+from pt2mx.pt2e.language.quantize_encoder import FloatSource
 from tests.encoder_decoders import (
     FAMILIES,
     quantized_encoder_decoder,
@@ -107,6 +109,15 @@ def whisper_with_settings():
         encoder=quantized_encoder_decoder("whisper").encoder.program,
     )
     return model, eager
+
+
+def test_whisper_is_calibrated_with_the_text_that_it_transcribes():
+    """Its text begins with a language and a task; without them a trained Whisper writes another."""
+    model, source = tiny_encoder_decoder("whisper"), sources("whisper")["input_features"][:1]
+    model.generation_config = transformers.GenerationConfig(**WHISPER, language="de", task="transcribe")
+    tokens = FloatSource(model, layers_of(model)).read(source)["input_ids"]
+    assert tokens[0, :4].tolist() == [256, 291, 292, 295]
+    assert torch.equal(tokens[:, 4:], model.generate(source, max_new_tokens=64, do_sample=False))
 
 
 @pytest.mark.slow_except("options0")
