@@ -24,6 +24,7 @@ from pt2mx.pt2e.language.quantize_encoder import float_inputs_of, tokens_of
 from pt2mx.pt2e.language.quantize_graph import (
     check_training,
     decoder_program,
+    divergence_of_logits,
     only_unmatched_in_both,
     quantize_graph,
     without_activation_matmuls,
@@ -123,12 +124,17 @@ def quantize_language_model(
     graph = remove_unused(exported.module(check_guards=False))
     quantizer = without_activation_matmuls(quantizer)
     check_blocks(graph, quantizer)
-    encoder = inputs.quantized_encoder(quantizer, texts)
+    if lessons and inputs.encoder is not None:
+        stage("distill")
+    encoder = inputs.quantized_encoder(quantizer, texts, lessons, training)
     batches = [inputs.read(text) for text in texts]
-    lesson_batches = decoder.TextInputs(layers, model.device, [tokens_of(lesson) for lesson in lessons])
+    of_decoder = [] if inputs.encoder is not None else [tokens_of(lesson) for lesson in lessons]
+    lesson_batches = decoder.TextInputs(layers, model.device, of_decoder)
     example = None if rotation is None else inputs.read(_short_text(model))
     with only_unmatched_in_both(inputs.unmatched):
-        converted = quantize_graph(graph, quantizer, batches, stage, lesson_batches, example, training)
+        converted = quantize_graph(
+            graph, quantizer, batches, stage, lesson_batches, example, training, divergence_of_logits
+        )
     program = decoder_program(converted, exported, quantizer, model.device, inputs.images)
 
     config = copy.deepcopy(model.config)

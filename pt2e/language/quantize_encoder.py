@@ -86,8 +86,14 @@ class FloatText:
         """Return the inputs with which the decoder reads a text."""
         return decoder.inputs(self.layers, self.model.device, tokens_of(text), images=self.images)
 
-    def quantized_encoder(self, quantizer: MXQuantizer, texts: Sequence[Text]) -> ExportedProgram | None:
-        """Return the quantized encoder, calibrated with texts."""
+    def quantized_encoder(
+        self,
+        quantizer: MXQuantizer,
+        texts: Sequence[Text],
+        lessons: Sequence[Text] = (),
+        training: Mapping[str, Any] | None = None,
+    ) -> ExportedProgram | None:
+        """Return the quantized encoder, calibrated with texts and trained on lessons by options of `distill`."""
         return None
 
 
@@ -138,8 +144,14 @@ class FloatTower(FloatText):
             return inputs
         return inputs | read_images(self._encoder, self.model.config, tokens_of(text), None, text)
 
-    def quantized_encoder(self, quantizer: MXQuantizer, texts: Sequence[Text]) -> ExportedProgram:
-        """Return the quantized tower, calibrated with the images of texts."""
+    def quantized_encoder(
+        self,
+        quantizer: MXQuantizer,
+        texts: Sequence[Text],
+        lessons: Sequence[Text] = (),
+        training: Mapping[str, Any] | None = None,
+    ) -> ExportedProgram:
+        """Return the quantized tower, calibrated with the images of texts; lessons do not train it."""
         batches = [self._inputs(text) for text in texts if not isinstance(text, Tensor) and IMAGES in text]
         if not batches and look_at_inputs(quantizer.algorithms or ()):
             raise MXError(
@@ -183,10 +195,16 @@ class FloatSource(FloatText):
         written = self.model.generate(**inputs, **options, return_dict_in_generate=True)
         return {**super().read(written["sequences"]), **decoder_inputs(encoded)}
 
-    def quantized_encoder(self, quantizer: MXQuantizer, texts: Sequence[Text]) -> ExportedProgram:
-        """Return the quantized encoder, calibrated with sources without padding."""
-        batches = [self._inputs(text) for text in texts]
-        converted = _quantized(self.encoder, quantizer, batches, self.unmatched)
+    def quantized_encoder(
+        self,
+        quantizer: MXQuantizer,
+        texts: Sequence[Text],
+        lessons: Sequence[Text] = (),
+        training: Mapping[str, Any] | None = None,
+    ) -> ExportedProgram:
+        """Return the quantized encoder, calibrated with sources without padding, and trained on such sources."""
+        batches, lesson_batches = ([self._inputs(text) for text in given] for given in (texts, lessons))
+        converted = _quantized(self.encoder, quantizer, batches, self.unmatched, lesson_batches, training)
         program = export(converted, example_source(self.model))
         carry_notes(converted, program.graph_module)
         return program
@@ -195,6 +213,8 @@ class FloatSource(FloatText):
         """Return the inputs of the encoder for a source without padding."""
         name = self.model.main_input_name
         source = text if isinstance(text, Tensor) else text[name]
+        if source.is_floating_point() == (name == "input_ids"):
+            raise MXError(f"{type(self.model).__name__} reads {name}, not a source of {source.dtype}")
         given = {name: source.to(self.model.device, None if name == "input_ids" else self.model.dtype)}
         if SOURCES[name].any_length:
             check_positions(self._positions, 0, given[name])
@@ -203,10 +223,16 @@ class FloatSource(FloatText):
 
 
 def _quantized(
-    encoder: ExportedProgram, quantizer: MXQuantizer, batches: Sequence[dict[str, Any]], unmatched: set[str]
+    encoder: ExportedProgram,
+    quantizer: MXQuantizer,
+    batches: Sequence[dict[str, Any]],
+    unmatched: set[str],
+    lessons: Sequence[dict[str, Any]] = (),
+    training: Mapping[str, Any] | None = None,
 ) -> GraphModule:
     """Quantize the graph of an encoder, which writes to no cache. `unmatched` gets the settings that match no
-    operator."""
+    operator. On lessons it is trained to return what the float encoder does."""
     graph = remove_unused(encoder.module(check_guards=False))
     with unmatched_settings(unmatched):
-        return quantize_graph(graph, copy.copy(quantizer).set_kv_cache(None), batches)
+        quantizer = copy.copy(quantizer).set_kv_cache(None)
+        return quantize_graph(graph, quantizer, batches, lessons=lessons, training=training, loss="relative")

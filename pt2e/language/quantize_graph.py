@@ -57,12 +57,13 @@ def quantize_graph(
     lessons: Sequence[dict[str, Any]] = (),
     example: dict[str, Any] | None = None,
     training: Mapping[str, Any] | None = None,
+    loss: str | Callable[[object, object], Tensor] | None = None,
 ) -> GraphModule:
-    """Optimize, calibrate, distil and convert the float graph of a program, whose first output holds logits.
+    """Optimize, calibrate, distil and convert the float graph of a program.
 
     `batches` are inputs for calibration and `lessons` for distillation, by name; without lessons the weights are not
-    trained. `training` are options of `distill`. `stage` is called with the name of each stage as it begins. On
-    `example` rotations that are folded into the weights must change nothing."""
+    trained. `training` are options of `distill`, and `loss` is its loss. `stage` is called with the name of each stage
+    as it begins. On `example` rotations that are folded into the weights must change nothing."""
     optimized = graph
     if quantizer.algorithms is not None:
         stage("optimize")
@@ -77,7 +78,7 @@ def quantize_graph(
             prepared(**batch)
     if lessons:
         stage("distill")
-        distill(prepared, graph, lessons, _divergence_of_logits, **(training or {}))
+        distill(prepared, graph, lessons, loss, **(training or {}))
     stage("convert")
     return convert_pt2e(prepared)
 
@@ -106,8 +107,8 @@ def _optimized(
     return optimize(rotated, quantizer, batches, algorithms=others) if others else rotated
 
 
-def _divergence_of_logits(outputs: object, references: object) -> Tensor:
-    """Return the divergence of the logits; a decoder may also return states."""
+def divergence_of_logits(outputs: object, references: object) -> Tensor:
+    """Return the divergence of the logits, the first output of a decoder; it may also return states."""
     return kl_divergence(pytree.tree_leaves(outputs)[0], pytree.tree_leaves(references)[0])
 
 

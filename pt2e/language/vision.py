@@ -168,11 +168,9 @@ def has_tower(model: PreTrainedModel) -> bool:
 
 
 def check_trains(model: PreTrainedModel, part: str | None) -> None:
-    """Raise an `MXError` for a model that lessons do not train: with an encoder, or a tower that is no `part` alone."""
-    if model.config.is_encoder_decoder or (part is None and has_tower(model)):
-        raise MXError(
-            "distillation is for decoders of text alone: give no lessons for a model with an encoder or a tower"
-        )
+    """Raise an `MXError` for a model that lessons do not train: with a tower that is no `part` alone."""
+    if part is None and has_tower(model):
+        raise MXError("distillation is for models without a vision tower: give no lessons")
 
 
 def check_tower(model: PreTrainedModel) -> None:

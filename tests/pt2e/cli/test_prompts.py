@@ -65,7 +65,7 @@ def test_distillation_refuses_a_tower_before_it_writes_text(run, monkeypatch, tm
     (tmp_path / "long.txt").write_text("The quick brown fox jumps over the lazy dog. " * 40)
     monkeypatch.setattr(language, "generate_lessons", lambda *given: pytest.fail("the model writes"))
     status, _, err = run(*_QUANTIZE, "--output", "o", "--distill", str(tmp_path / "long.txt"), "--distill-generated")
-    assert status == 2 and "for decoders of text alone" in err, err
+    assert status == 2 and "for models without a vision tower" in err, err
 
 
 def test_images_come_before_the_text_unless_the_prompt_says_where(tmp_path):

@@ -9,6 +9,7 @@ from pt2mx import LanguageModel, MXError, MXQuantizer, quantize_language_model
 from pt2mx.pt2e.language.encoder_decoder import EncoderDecoder
 from pt2mx.pt2e.language.layers import layers_of
 from pt2mx.pt2e.language.quantize_encoder import FloatSource
+from pt2mx.pt2e.language.source import SourceEncoder
 from tests.encoder_decoders import (
     FAMILIES,
     quantized_encoder_decoder,
@@ -98,6 +99,26 @@ def test_activations_are_quantized_and_calibrated():
     stored = model.layers[0]
     assert len(stored["keys"]) == 2 and stored["keys"][0].dtype == torch.uint8
     assert stored["cross_keys"].dtype == torch.float32  # nothing is written to them
+
+
+@pytest.mark.compiled
+@torch.no_grad()
+def test_lessons_train_the_encoder():
+    """On sources like the lessons the trained encoder returns more like the float one, whose weights stay."""
+    model, source = tiny_encoder_decoder("whisper"), sources("whisper")["input_features"]
+    expected = SourceEncoder(model)(input_features=source)[0]
+    quantizer, stages = MXQuantizer.from_recipe("mxfp4_weight_only"), []
+
+    def error(result):
+        return (result.encode(source).last_hidden_state - expected).norm()
+
+    options = {"lessons": [source] * 24, "training": {"lr": 1e-3}}
+    trained = quantize_language_model(model, quantizer, stage=stages.append, **options)
+    assert stages == ["export", "distill", "calibrate", "convert"]
+    assert 0 < error(trained) < 0.9 * error(quantized_encoder_decoder("whisper"))
+    assert torch.equal(SourceEncoder(model)(input_features=source)[0], expected)
+    with pytest.raises(MXError, match="reads input_features, not a source of"):
+        quantize_language_model(model, quantizer, lessons=[torch.ones(1, 4, dtype=torch.long)])
 
 
 def whisper_with_settings():

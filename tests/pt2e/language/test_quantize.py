@@ -15,6 +15,7 @@ from pt2mx.pt2e.language.layers import layers_of
 from pt2mx.pt2e.language.quantize_graph import quantize_graph, without_activation_matmuls
 from tests.encoder_decoders import tiny_encoder_decoder
 from tests.language_models import decoder_by_recipe, exported_decoder, quantized_decoder, tiny_decoder, transformers
+from tests.vision_language_models import tiny_vision_language_model
 
 
 def operators(model):
@@ -128,9 +129,10 @@ def test_batches_run_while_a_tensor_is_not_observed(recipe, tensors, calls):
     assert max(operand.statistics.tensors for operand in operands if operand.statistics) == tensors
 
 
-def test_lessons_are_for_decoders_of_text():
-    with pytest.raises(MXError, match="for decoders of text alone"):
-        quantize_language_model(tiny_encoder_decoder("t5"), MXQuantizer(), lessons=[torch.ones(1, 4, dtype=torch.long)])
+def test_lessons_are_for_models_without_a_tower():
+    with pytest.raises(MXError, match="for models without a vision tower"):
+        model, tokens = tiny_vision_language_model("llava"), torch.ones(1, 4, dtype=torch.long)
+        quantize_language_model(model, MXQuantizer(), lessons=[tokens])
     with pytest.raises(MXError, match="must be tokens"):
         quantize_language_model(tiny_decoder("llama"), MXQuantizer(), lessons=[torch.ones(4)])
 
