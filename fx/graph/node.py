@@ -22,6 +22,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensor
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
 from pt2mx.ops import attention, convolution, decoding, hadamard, linear, quantization, rope
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
 _KEPT = ("stack_trace", "nn_module_stack", "torch_fn")
 #: meta key of the call of a `TrainEvalModule`: the operator that the module replaces
 OPERATOR_KEY = "mx_operator"
-#: tags of operators whose result has a layout that depends on data
-_OF_DATA = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 #: cache: a call in a graph (`call_key`) -> its result
 _RESULTS: WeakKeyDictionary[Graph, dict[tuple[object, ...], Any]] = WeakKeyDictionary()
 
@@ -80,17 +79,20 @@ def set_value(node: Node) -> None:
         node.meta["val"] = result_of(node)
         return
     known, call = _RESULTS.setdefault(node.graph, {}), (fakes[0].fake_mode, *call_key(node))
-    if call not in known:
-        known[call] = result_of(node)
-    node.meta["val"] = known[call]
+    if call in known:
+        node.meta["val"] = known[call]
+        return
+    node.meta["val"] = result = result_of(node)
+    if free_unbacked_symbols(result) <= free_unbacked_symbols(values):  # no size depends on data
+        known[call] = result
 
 
 @functools.lru_cache(1024)
 def _gives_new_value(target: object) -> bool:
-    """Return whether the result of an operator is no argument, and has a layout that the layouts of arguments tell."""
-    if not isinstance(target, OpOverload) or {*target.tags} & {*_OF_DATA}:
-        return False
-    return not any(one.alias_info is not None and one.alias_info.is_write for one in target._schema.returns)
+    """Return whether the result of an operator is no argument that it writes."""
+    return isinstance(target, OpOverload) and not any(
+        one.alias_info is not None and one.alias_info.is_write for one in target._schema.returns
+    )
 
 
 def call_key(node: Node) -> tuple[object, ...]:

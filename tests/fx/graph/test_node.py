@@ -4,6 +4,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.fx import Graph
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _pytree as pytree
 
 import pt2mx
 from pt2mx.fx.graph.higher_order_ops import graph_modules
@@ -110,8 +111,13 @@ def test_values_of_other_calls_differ(value):
     numbers = placed(value, torch.arange(3))
     dtypes = [value(aten.add.Tensor, numbers, one).dtype for one in (1, 1.0, True)]
     assert dtypes == [torch.int64, torch.float32, torch.int64]
-    counts = [str(value(aten.nonzero.default, placed(value, torch.arange(3))).shape[0]) for _ in range(2)]
-    assert counts == ["u0", "u1"]
+    x, y = placed(value, torch.arange(3)), placed(value, torch.arange(3))
+    for operator in (aten.nonzero.default, aten.where.default):  # the second has no tag that says so
+        counts = [pytree.tree_leaves(value(operator, one))[0].shape[0] for one in (x, y)]
+        assert counts[0].node.expr != counts[1].node.expr
+    chosen = value.graph.call_function(aten.nonzero.default, (x,))
+    set_value(chosen)
+    assert value(aten.add.Tensor, chosen, 1) is value(aten.add.Tensor, chosen, 1)
     constants = [value.graph.placeholder("constant") for _ in range(2)]
     for i, node in enumerate(constants):
         with value.mode:
