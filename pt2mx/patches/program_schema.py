@@ -102,11 +102,12 @@ def _parse_once(parse: Callable[..., Any]) -> Callable[..., Any]:
 
 def _share_memory(deserialize: Callable[..., Any]) -> Callable[..., Any]:
     """Return a method that makes the fake tensors of equal results from one tensor, because that of symbolic sizes
-    takes long. Inputs have memory of their own: torch asks which inputs share it."""
+    takes long. Inputs have memory of their own: torch asks which of them share it."""
     known = WeakKeyDictionary[Any, dict[int, Callable[[], FakeTensor]]]()
 
     def make(self: Any, meta: Any) -> Any:
-        if next(reversed(self.graph.nodes)).op == "placeholder":
+        last = next(reversed(self.graph.nodes), None)  # none yet, where example inputs are fake
+        if last is None or last.op != "call_function":
             return deserialize(self, meta)
         makers = known.setdefault(self.shape_env, {})
         if id(meta) not in makers:

@@ -5,11 +5,13 @@ import sympy
 import torch
 from torch import nn
 from torch._export.serde import schema, serialize
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.export import Dim
 
 import pt2mx
 from pt2mx.fx.graph.aliasing import storage_of
 from pt2mx.patches.program_schema import _Reader, schema_read_once
+from tests.models import module_of
 
 
 class Branch(nn.Module):
@@ -89,6 +91,18 @@ def test_inputs_have_memory_of_their_own(tmp_path):
             (inputs if node.op == "placeholder" else results).append(node.meta["val"])
     assert results[0] is not results[1] and storage_of(results[0]) == storage_of(results[1])
     assert len({*map(storage_of, [*inputs, results[0]])}) == 3
+
+
+def test_fake_example_inputs_have_memory_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.setattr(serialize.log, "warning", lambda *args, **names: None)  # its format lacks an argument
+    with FakeTensorMode():
+        inputs = torch.ones(2, 4), torch.ones(2, 4)
+        program = torch.export.export(module_of(lambda self, x, y: x + y), inputs)
+    torch.export.save(program, tmp_path / "fake.pt2")
+    loaded = deserialize(tmp_path / "fake.pt2")
+    assert described(loaded) == described(torch.export.load(tmp_path / "fake.pt2"))
+    x, y = loaded.example_inputs[0]
+    assert isinstance(x, FakeTensor) and storage_of(x) != storage_of(y)
 
 
 @pytest.mark.parametrize("device", [None, {"type": "cpu", "index": None, "of a newer torch": 1}])
