@@ -129,10 +129,10 @@ def _largest(rows: Tensor) -> Tensor:
     Rows lie side by side first, because a CPU takes the extremes of many columns five times as fast as those of few. A
     norm takes ten times as long.
     """
-    count, k = rows.shape[1:]
+    groups, count, k = rows.shape
     beside = math.gcd(count, 32)
-    wide = rows.reshape(-1, count // beside, beside * k)
-    return torch.maximum(wide.amax(1), -wide.amin(1)).view(-1, beside, k).amax(1)
+    wide = rows.reshape(groups, count // beside, beside * k)
+    return torch.maximum(wide.amax(1), -wide.amin(1)).view(groups, beside, k).amax(1)
 
 
 def _strips(k: int) -> list[slice]:

@@ -201,3 +201,4 @@ def test_largest_values_of_any_number_of_rows():
         assert torch.equal(_largest(values.mT.contiguous().mT), values.abs().amax(1))
         values[1, rows // 2, 2] = torch.nan
         assert torch.equal(_largest(values).isnan().nonzero(), torch.tensor([[1, 2]]))
+        assert _largest(values[..., :0]).shape == (3, 0)
