@@ -174,17 +174,30 @@ def _returned(node: Node) -> list[Node]:
     returned_of = _RETURNED.setdefault(fake_modes[0], {}) if fake_modes else {}
     call = call_key(node)
     if call not in returned_of:
-        returned_of[call] = _returned_by_call(node, operands)
+        returned_of[call] = _returned_by_call(node, inputs)
     return [inputs[i] for i in returned_of[call]]
 
 
-def _returned_by_call(node: Node, operands: list[Any]) -> list[int]:
+def _returned_by_call(node: Node, inputs: list[Node]) -> list[int]:
     try:
-        results = pytree.tree_leaves(result_of(node))
+        operands = _in_own_memory(inputs)
+        results = pytree.tree_leaves(result_of(node, operands))
     except RuntimeError:  # values that cannot be used again: those inside torch.vmap
-        return list(range(len(operands)))
+        return list(range(len(inputs)))
     shown = {storage_of(result) for result in results if isinstance(result, Tensor)}
-    return [i for i, operand in enumerate(operands) if isinstance(operand, Tensor) and storage_of(operand) in shown]
+    tensors = [(i, operands[n]) for i, n in enumerate(inputs)]
+    return [i for i, operand in tensors if isinstance(operand, Tensor) and storage_of(operand) in shown]
+
+
+def _in_own_memory(nodes: list[Node]) -> dict[Node, Any]:
+    """Return the values of nodes, no two in one memory, which the fake tensors of equal results may share."""
+    values, seen = {n: value_of(n) for n in nodes}, set()
+    for n, value in values.items():
+        if isinstance(value, FakeTensor):
+            if storage_of(value) in seen:
+                values[n] = value.new_empty_strided(value.shape, value.stride())
+            seen.add(storage_of(value))
+    return values
 
 
 def _written_arguments(node: Node, target: OpOverload | HigherOrderOperator) -> list[Node]:

@@ -38,6 +38,21 @@ def test_views_splits_and_writes():
     assert not {n.name for n in written} & {"x", "y", "split", "add"}
 
 
+def test_equal_operands_of_a_loaded_program_are_no_aliases(tmp_path):
+    """Their fake tensors share memory, and `type_as` may return its first argument."""
+
+    def forward(self, x):
+        first, second = self.first(x), self.second(x)
+        return second * first.type_as(second).add_(1)
+
+    model = module_of(forward, first=nn.Linear(4, 4), second=nn.Linear(4, 4))
+    program = torch.export.export(model, (torch.randn(3, 4),))
+    pt2mx.save_program(program, tmp_path / "net.pt2")
+    for one in (program, pt2mx.load_program(tmp_path / "net.pt2")):
+        names = {node.name for node in written_nodes(one.module().graph)}
+        assert names == {"linear", "type_as", "add_"}
+
+
 def test_dropout_in_place_writes_in_training_alone():
     for kind in (nn.Dropout, nn.Dropout2d):
         for training in (False, True):
