@@ -29,7 +29,7 @@ CALIBRATION, HELD_OUT, LESSONS, AT_ONCE = 24, 60, 192, 10
 #: the most tokens of a transcript: a model that repeats itself must end
 _LONGEST = 160
 #: the highest rate of distillation, and the steps until it is reached
-_RATE, _WARM_UP = 4e-5, 20
+_RATE, _WARM_UP = 2e-5, 20
 #: further formats -> elements of weights and of activations
 _EIGHT_BITS = {"W8A8": ("mxfp8", "mxfp8"), "W8A8 INT8": ("mxint8", "mxint8"), "W4A8 INT8": ("mxfp4", "mxint8")}
 
@@ -50,8 +50,9 @@ class SpeechCase(Case):
         chosen = chosen.set_algorithms(algorithms_of(rounding))
         if rounding != DISTILLED or self.lessons is None:
             return self.by_recipe(chosen)
-        training = {"lr": self.rate, "decay": "cosine", "warmup": _WARM_UP, "evaluations": 1, "progress": True}
         lessons = self.lessons(self.examples)
+        training = {"lr": self.rate, "decay": "cosine", "evaluations": 1, "progress": True}
+        training["warmup"] = min(_WARM_UP, len(lessons) // 4)
         return quantize_language_model(self.model, chosen, self.batches, lessons=lessons, training=training)
 
 
