@@ -485,7 +485,7 @@ def test_a_checkpoint_that_was_not_trained_names_the_command(monkeypatch, tmp_pa
 def test_pages_are_made_of_the_measured_file(monkeypatch, tmp_path):
     """README's table has the best loss of each column in bold type, and a mark where inputs are rotated."""
     monkeypatch.setattr(page, "MEASURED", tmp_path / "measured.json")
-    names = "format", "method", "rotates inputs", "KL, 95% interval"
+    names = "format", "method", "rotates inputs", "KL, 95% interval", "setting", "seconds", page._OVER
 
     def entry(*found):
         best = [dict(zip(names, row, strict=True)) for row in found]
@@ -497,7 +497,8 @@ def test_pages_are_made_of_the_measured_file(monkeypatch, tmp_path):
             "refusals": {"W4, NNCF, AWQ, seed 0": "no"},
         }
 
-    ours, peer = ("W4", "pt2mx", "yes", "0.1000 (0.05 to 0.15)"), ("W4", "torchao", "no", "0.5000 (0.4 to 0.6)")
+    ours = "W4", "pt2mx", "yes", "0.1000 (0.05 to 0.15)", "best", "7", ""
+    peer = "W4", "torchao", "no", "0.5000 (0.4 to 0.6)", "even", "4", "+0.4000 (+0.3 to +0.5)"
     page.record("second", entry(peer))
     page.record("minilm", entry(ours))
     page.record("minilm", entry(ours, peer))
@@ -514,7 +515,10 @@ def test_pages_are_made_of_the_measured_file(monkeypatch, tmp_path):
     assert "| torchao 0.18 | not tried | .5000 | **.5000** |" in lines
     text = page.results()
     assert text.index("## The second") < text.index("## The first") and "- W4, NNCF, AWQ: `no`" in text
-    assert "| float |  |  |  |\n| W4 | torchao | no | 0.5000 (0.4 to 0.6) |\n" in text
+    row = "torchao | no | 0.5000 (0.4 to 0.6) | even | 4 | +0.4000 (+0.3 to +0.5) |"
+    assert f"| float |  |  |  |  |  |  |\n| W4 | {row}\n" in text
+    assert "in 1 of 1 rows" in text
+    assert "| The first | W4 | 0.1000 | torchao, even | 0.5000 | +0.4000 (+0.3 to +0.5) | 7 / 4 |" in text
 
 
 def test_the_pages_are_those_of_the_measured_file():

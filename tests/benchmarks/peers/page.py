@@ -98,12 +98,13 @@ def _nearest_peers(measured: Mapping[str, Any]) -> str:
         best = measured.get(model, {"best": []})["best"]
         for name in dict.fromkeys(row["format"] for row in best):
             same = [row for row in best if row["format"] == name]
-            ours = next(row for row in same if row["method"] == OURS)
-            if peers := [row for row in same if not row["method"].startswith(OURS)]:
+            ours = [row for row in same if row["method"] == OURS]
+            peers = [row for row in same if not row["method"].startswith(OURS)]
+            if ours and peers:
                 peer = min(peers, key=_loss)
                 chosen = {"nearest peer": f"{peer['method']}, {peer['setting']}", "its loss": f"{_loss(peer):.4f}"}
-                cell = {"model": title, "format": name, OURS: f"{_loss(ours):.4f}", **chosen}
-                rows.append({**cell, _OVER: peer[_OVER], "seconds": f"{ours['seconds']} / {peer['seconds']}"})
+                cell = {"model": title, "format": name, OURS: f"{_loss(ours[0]):.4f}", **chosen}
+                rows.append({**cell, _OVER: peer[_OVER], "seconds": f"{ours[0]['seconds']} / {peer['seconds']}"})
     apart = sum(row[_OVER].partition("(")[2].startswith("+") for row in rows)
     text = (
         "By more than the interval pt2mx is nearer to the float model than every peer that ran in "
