@@ -76,7 +76,8 @@ def quantize_language_model(
         length: the tokens of the longest text, for a model with RoPE of the types "longrope" and "dynamic": the program
             has the frequencies for that length. None: those for short texts. Other models read any number of tokens.
         lessons: tokens, (B, S) int64 each, on which `pt2mx.distill` trains the quantized decoder to predict like the
-            float one (`kl_div`), after its algorithms; thousands of texts once. For models of text alone.
+            float one (`kl_div`), after its algorithms; thousands of texts once. Of an encoder-decoder they are sources,
+            as `texts` are, and train its encoder to return what the float one does.
         training: options of `pt2mx.distill` by name, such as `{"lr": 1e-4, "group": torch.distributed.group.WORLD}`.
 
     Returns:
@@ -85,9 +86,9 @@ def quantize_language_model(
     Raises:
         MXError: for a model that keeps anything but keys and values of its tokens, entries of compressed tokens and the
             states of recurrences; for one with parts, other than unused heads, that tokens and images do not reach; for
-            a vision tower that cannot be exported; for texts of more tokens than the model has positions; for a model
-            into whose weights `Rotation(online=False)` cannot be folded, with the operator that prevents it; and as
-            each stage does.
+            a vision tower that cannot be exported, or lessons for one; for texts of more tokens than the model has
+            positions; for a model into whose weights `Rotation(online=False)` cannot be folded, with the operator that
+            prevents it; and as each stage does.
 
     Example:
         >>> import torch, transformers

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
 
 #: tokens that a decoder reads for each source that calibrates it
 _TOKENS = 64
+#: options of `distill`
+_Options = Mapping[str, Any] | None
 
 #: what calibrates a model: tokens, or what the processor gives for prompts with images or for audio
 Text = Tensor | Mapping[str, Tensor]
@@ -87,11 +89,7 @@ class FloatText:
         return decoder.inputs(self.layers, self.model.device, tokens_of(text), images=self.images)
 
     def quantized_encoder(
-        self,
-        quantizer: MXQuantizer,
-        texts: Sequence[Text],
-        lessons: Sequence[Text] = (),
-        training: Mapping[str, Any] | None = None,
+        self, quantizer: MXQuantizer, texts: Sequence[Text], lessons: Sequence[Text], training: _Options
     ) -> ExportedProgram | None:
         """Return the quantized encoder, calibrated with texts and trained on lessons by options of `distill`."""
         return None
@@ -145,11 +143,7 @@ class FloatTower(FloatText):
         return inputs | read_images(self._encoder, self.model.config, tokens_of(text), None, text)
 
     def quantized_encoder(
-        self,
-        quantizer: MXQuantizer,
-        texts: Sequence[Text],
-        lessons: Sequence[Text] = (),
-        training: Mapping[str, Any] | None = None,
+        self, quantizer: MXQuantizer, texts: Sequence[Text], lessons: Sequence[Text], training: _Options
     ) -> ExportedProgram:
         """Return the quantized tower, calibrated with the images of texts; lessons do not train it."""
         batches = [self._inputs(text) for text in texts if not isinstance(text, Tensor) and IMAGES in text]
@@ -196,11 +190,7 @@ class FloatSource(FloatText):
         return {**super().read(written["sequences"]), **decoder_inputs(encoded)}
 
     def quantized_encoder(
-        self,
-        quantizer: MXQuantizer,
-        texts: Sequence[Text],
-        lessons: Sequence[Text] = (),
-        training: Mapping[str, Any] | None = None,
+        self, quantizer: MXQuantizer, texts: Sequence[Text], lessons: Sequence[Text], training: _Options
     ) -> ExportedProgram:
         """Return the quantized encoder, calibrated with sources without padding, and trained on such sources."""
         batches, lesson_batches = ([self._inputs(text) for text in given] for given in (texts, lessons))
@@ -214,7 +204,8 @@ class FloatSource(FloatText):
         name = self.model.main_input_name
         source = text if isinstance(text, Tensor) else text[name]
         if source.is_floating_point() == (name == "input_ids"):
-            raise MXError(f"{type(self.model).__name__} reads {name}, not a source of {source.dtype}")
+            wanted = "tokens" if name == "input_ids" else "what its feature extractor makes of audio"
+            raise MXError(f"{type(self.model).__name__} reads {name}, not a source of {source.dtype}: give {wanted}")
         given = {name: source.to(self.model.device, None if name == "input_ids" else self.model.dtype)}
         if SOURCES[name].any_length:
             check_positions(self._positions, 0, given[name])
@@ -228,7 +219,7 @@ def _quantized(
     batches: Sequence[dict[str, Any]],
     unmatched: set[str],
     lessons: Sequence[dict[str, Any]] = (),
-    training: Mapping[str, Any] | None = None,
+    training: _Options = None,
 ) -> GraphModule:
     """Quantize the graph of an encoder, which writes to no cache. `unmatched` gets the settings that match no
     operator. On lessons it is trained to return what the float encoder does."""
