@@ -108,11 +108,15 @@ KERNELS: dict[str, dict[str, Kernel]] = {
     "mm_fp8_rows": {"cuda": Kernel("gpu.fp8_rowwise:mm")},
 }
 
-#: step of an algorithm, which is no operator -> its definition, and its kernel on the CPU; both take its arguments
+#: step of an algorithm, which is no operator -> its definition, and type of device -> its kernel; both take its
+#: arguments
 STEPS = {
-    "gptq_panel": ("gptq_panel:round_panel", "cpu.gptq_panel:round_panel"),
-    "block_scales": ("reference:scales", "cpu.quantize:scales"),
-    "error_sums": ("reference:error_sums", "cpu.quantize:error_sums"),
+    "gptq_panel": (
+        "gptq_panel:round_panel",
+        {"cpu": "cpu.gptq_panel:round_panel", "cuda": "gpu.gptq_panel:round_panel"},
+    ),
+    "block_scales": ("reference:scales", {"cpu": "cpu.quantize:scales"}),
+    "error_sums": ("reference:error_sums", {"cpu": "cpu.quantize:error_sums"}),
 }
 
 #: what a pass does -> type of device -> the function that says whether kernels support it there and are faster, of the
@@ -158,10 +162,10 @@ def run_kernel(call: Operator[Any], *checked: Any) -> Any:
 
 def run_step(step: str, *args: Any) -> Any:
     """Run the kernel of a step for the device of the tensors in `args`, or else its definition."""
-    definition, kernel = STEPS[step]
-    tensors = tuple(arg for arg in args if isinstance(arg, Tensor))
+    definition, kernels = STEPS[step]
+    kernel = kernels.get(_device_of(tuple(arg for arg in args if isinstance(arg, Tensor))) or "")
     result = None
-    if _device_of(tensors) == "cpu" and all(arg.has_kernels for arg in args if isinstance(arg, MXSpec)):
+    if kernel is not None and all(arg.has_kernels for arg in args if isinstance(arg, MXSpec)):
         result = _function(kernel)(*args)
     return _function(definition)(*args) if result is None else result
 

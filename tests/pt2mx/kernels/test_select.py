@@ -35,7 +35,8 @@ def test_rows_name_operators_and_functions(operator):
 
 @pytest.mark.parametrize("step", select.STEPS)
 def test_steps_name_functions(step):
-    assert all(callable(select._function(name)) for name in select.STEPS[step])
+    definition, kernels = select.STEPS[step]
+    assert all(callable(select._function(name)) for name in (definition, kernels["cpu"]))
 
 
 def test_every_operator_without_a_row_or_kernel_has_a_definition():
