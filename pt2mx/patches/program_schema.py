@@ -106,7 +106,7 @@ def _share_memory(deserialize: Callable[..., Any]) -> Callable[..., Any]:
     known = WeakKeyDictionary[Any, dict[int, Callable[[], FakeTensor]]]()
 
     def make(self: Any, meta: Any) -> Any:
-        last = next(reversed(self.graph.nodes), None)  # none yet, where example inputs are fake
+        last = next(iter(reversed(self.graph.nodes)), None)  # none yet, where example inputs are fake
         if last is None or last.op != "call_function":
             return deserialize(self, meta)
         makers = known.setdefault(self.shape_env, {})

@@ -29,5 +29,6 @@ def round_panel(columns: Tensor, factor: Tensor, scale: Tensor, spec: MXSpec, *b
             *(columns, factor, scale, low, high, rounded, errors, width, n),
             *(triton.next_power_of_2(width), _VALUES, constants),
             num_warps=1,
+            enable_fp_fusion=False,  # products by scales with a significand are rounded before they are subtracted
         )
     return rounded, errors
