@@ -43,8 +43,8 @@ VECTOR_ROWS, FEW_ROWS = 4, 32
 #: INT8: any of those below, for values that are integers times a power of two a block
 AMX, INT8, AVX512_BF16 = 1, 2, 4
 #: bits of the instructions for integers, as in C++, which prefers VPDPBUSD, and TDPBSSD, of AMX, for 8 to 32 rows; SDOT
-#: of AArch64 is for up to 4 rows
-VPMADDUBSW, VPDPBUSD, TDPBSSD, SDOT = 1, 2, 4, 8
+#: of AArch64, and VPERMB, besides VPDPBUSD, are for up to 4 rows
+VPMADDUBSW, VPDPBUSD, TDPBSSD, SDOT, VPERMB = 1, 2, 4, 8, 16
 
 
 def linear(call: LinearMX[Tensor], spec: MXSpec, dtype: torch.dtype) -> Tensor | None:

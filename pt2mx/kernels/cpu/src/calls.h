@@ -207,8 +207,8 @@ constexpr int64_t kVectorRows = 4;
 enum Isa { AMX = 1, INT8 = 2, AVX512_BF16 = 4 };
 
 // Instructions for such integers: VPMADDUBSW of AVX2 and AVX-512, VPDPBUSD of AVX_VNNI and AVX512_VNNI, TDPBSSD of AMX,
-// SDOT of AArch64's FEAT_DotProd.
-enum IntegerIsa { VPMADDUBSW = 1, VPDPBUSD = 2, TDPBSSD = 4, SDOT = 8 };
+// SDOT of AArch64's FEAT_DotProd, and besides VPDPBUSD, VPERMB of AVX512_VBMI, which looks up codes of 4 bits.
+enum IntegerIsa { VPMADDUBSW = 1, VPDPBUSD = 2, TDPBSSD = 4, SDOT = 8, VPERMB = 16 };
 
 enum Dtype { FP32, FP16, BF16, BYTE };
 enum TensorScale { NO_TENSOR_SCALE, FACTOR, DIVISOR };

@@ -26,7 +26,7 @@ constexpr i64 kDotRows = 4;  // most rows of x
 namespace {
 
 constexpr i64 kDotAhead = 2048;                 // bytes from the codes being decoded to those prefetched, as measured
-constexpr i64 kDotTiles = 16;                   // whose results are stored together
+constexpr i64 kDotTiles = 64;                   // whose results are stored together
 constexpr i64 kPastCodes = 4, kPastScales = 3;  // bytes after a span that are read
 
 template <class Decoder>
@@ -59,6 +59,13 @@ struct DotInt8 {
       : linear(linear), columns(linear.call.table), spans((linear.groups + kGroups - 1) / kGroups) {
     x.resize(spans * linear.call.m);
     for (i64 m = 0; m < linear.call.m && !unsupported; ++m) encode(m);
+  }
+
+  // Returns the row from which on spans would be read past the end of the weight.
+  i64 rows_in_place() const {
+    const LinearCall& c = linear.call;
+    const i64 codes = spans * kBytes + kPastCodes, scales = spans * kGroups + kPastScales;
+    return c.n + 1 - std::max((codes + c.row_bytes - 1) / c.row_bytes, (scales + c.row_blocks - 1) / c.row_blocks);
   }
 
   // Converts a row of x to codes, up to a value without one; zeros follow it.
@@ -100,56 +107,55 @@ struct DotInt8 {
   }
 };
 
-// totals: (kDotTile, R, kSpanParts) += `spans` spans of kDotTile rows of the weight times R rows of x.
+// Writes tiles of kDotTile rows of the weight times R rows of x to y: (tiles, R, kDotTile). Row q of the first tile is
+// at codes[q] and scales[q], and each tile has the next rows.
 template <class Decoder, int kIsa, int R>
-NOINLINE void dot_rows(const DotInt8<Decoder>& int8, const u8* const* codes, const u8* const* scales, i64 first,
-                       i64 spans, Floats* totals) {
+NOINLINE void dot_tiles(const DotInt8<Decoder>& int8, const u8* const* codes, const u8* const* scales, i64 tiles,
+                        float* y) {
   using Sizes = DotInt8<Decoder>;
   using Columns = typename Sizes::Columns;
   constexpr int Q = kWidth == 16 || R == 1 ? kDotTile : R == 2 ? 2 : 1;  // rows whose totals fit in registers
   constexpr i64 kPartBytes = Sizes::kBytes / kSpanParts;
   const LaneScales<Sizes::kGroupLanes> lane_scales;
   const Columns decoder = int8.columns;  // a copy stays in registers
-  for (int top = 0; top < kDotTile; top += Q) {
-    Floats total[Q][R][kSpanParts];
-    const auto each = [&](auto body) {
-      for (int q = 0; q < Q; ++q) {
-        for (int r = 0; r < R; ++r) {
-          for (int p = 0; p < kSpanParts; ++p) body(total[q][r][p], totals[((top + q) * R + r) * kSpanParts + p]);
-        }
-      }
-    };
-    each([](Floats& own, const Floats& given) { own = given; });
-    const typename Sizes::Span* x = int8.x.data() + first * R;
-    for (i64 s = 0; s < spans; ++s, x += R) {
-      for (int q = 0; q < Q; ++q) {
-        const u8 *data = codes[top + q] + s * Sizes::kBytes, *scale = scales[top + q] + s * Sizes::kGroups;
-        __builtin_prefetch(data + kDotAhead, 0, 1);  // to L2, which takes more prefetches
-        for (int p = 0; p < kSpanParts; ++p) {
-          Bytes w[Sizes::kVectors];
-          decoder.decode_row(data + p * kPartBytes, w);
-          const Ints powers = lane_scales.powers(scale + Sizes::part_group(p));
-          for (int r = 0; r < R; ++r) {
-            const Bytes sums =
-                dot<Columns, kIsa>(load<Bytes>(x[r].offsets + p * kWidth), w, x[r].codes[0] + 4 * p * kWidth);
-            const Ints factors = powers + load<Ints>(x[r].powers + p * kWidth);
-            total[q][r][p] = fused(to_floats(sums), Floats(factors), total[q][r][p]);
+  const i64 row_bytes = int8.linear.call.row_bytes, row_blocks = int8.linear.call.row_blocks, spans = int8.spans;
+  for (i64 i = 0; i < tiles; ++i, y += R * kDotTile) {
+    Floats totals[kDotTile][R][kSpanParts];
+    for (int top = 0; top < kDotTile; top += Q) {
+      Floats total[Q][R][kSpanParts] = {};
+      const typename Sizes::Span* x = int8.x.data();
+      i64 at = i * row_bytes, scale_at = i * row_blocks;
+      for (i64 s = 0; s < spans; ++s, x += R, at += Sizes::kBytes, scale_at += Sizes::kGroups) {
+        for (int q = 0; q < Q; ++q) {
+          const u8 *data = codes[top + q] + at, *scale = scales[top + q] + scale_at;
+          __builtin_prefetch(data + kDotAhead);
+          for (int p = 0; p < kSpanParts; ++p) {
+            Bytes w[Sizes::kVectors];
+            decoder.template decode_row<kIsa>(data + p * kPartBytes, w);
+            const Ints powers = lane_scales.powers(scale + Sizes::part_group(p));
+            for (int r = 0; r < R; ++r) {
+              const Bytes sums =
+                  dot<Columns, kIsa>(load<Bytes>(x[r].offsets + p * kWidth), w, x[r].codes[0] + 4 * p * kWidth);
+              const Ints factors = powers + load<Ints>(x[r].powers + p * kWidth);
+              total[q][r][p] = fused(to_floats(sums), Floats(factors), total[q][r][p]);
+            }
           }
         }
       }
+      std::memcpy(totals[top], total, sizeof total);
     }
-    each([](const Floats& own, Floats& given) { given = own; });
+    for (int r = 0; r < R; ++r) sum_lanes(totals[0][r], R * kSpanParts, y + r * kDotTile);
   }
 }
 
 template <class Decoder>
-using DotKernel = void (*)(const DotInt8<Decoder>&, const u8* const*, const u8* const*, i64, i64, Floats*);
+using DotKernel = void (*)(const DotInt8<Decoder>&, const u8* const*, const u8* const*, i64, float*);
 
 template <class Decoder>
 DotKernel<Decoder> dot_kernel(const LinearCall& c) {
   return with_dot_isa(c.integer_isa, [&](auto isa) {
-    static constexpr DotKernel<Decoder> kernels[] = {dot_rows<Decoder, isa(), 1>, dot_rows<Decoder, isa(), 2>,
-                                                     dot_rows<Decoder, isa(), 3>, dot_rows<Decoder, isa(), 4>};
+    static constexpr DotKernel<Decoder> kernels[] = {dot_tiles<Decoder, isa(), 1>, dot_tiles<Decoder, isa(), 2>,
+                                                     dot_tiles<Decoder, isa(), 3>, dot_tiles<Decoder, isa(), 4>};
     return kernels[c.m - 1];
   });
 }
@@ -161,14 +167,14 @@ struct TileCopy {
   using Sizes = DotInt8<Decoder>;
   std::vector<u8> codes, scales;
 
-  // Copies the codes of rows: (kDotTile) from span `first` on, and points codes_of: (kDotTile) to them.
-  void read_codes(const DotInt8<Decoder>& int8, const i64* rows, i64 first, const u8** codes_of) {
+  // Copies the codes of rows: (kDotTile), and points codes_of: (kDotTile) to them.
+  void read_codes(const DotInt8<Decoder>& int8, const i64* rows, const u8** codes_of) {
     const LinearCall& c = int8.linear.call;
-    const i64 begin = first * Sizes::kBytes, bytes = (int8.spans - first) * Sizes::kBytes + kPastCodes;
+    const i64 bytes = int8.spans * Sizes::kBytes + kPastCodes;
     codes.assign(kDotTile * bytes, 0);
     for (i64 q = 0; q < kDotTile; ++q) {
       u8* out = codes.data() + q * bytes;
-      std::memcpy(out, c.data + rows[q] * c.row_bytes + begin, std::min(bytes, c.row_bytes - begin));
+      std::memcpy(out, c.data + rows[q] * c.row_bytes, c.row_bytes);
       codes_of[q] = out;
     }
   }
@@ -210,7 +216,7 @@ struct TileCopy {
     std::memcpy(group, data, (n * int8.linear.call.bits + 7) / 8);
     if (const i64 rest = n * int8.linear.call.bits % 8) group[n * int8.linear.call.bits / 8] &= (1 << rest) - 1;
     Bytes w[Sizes::kVectors];
-    int8.columns.decode_row(group, w);
+    int8.columns.template decode_row<kLeastIsa>(group, w);
     Bytes others{};
     for (const Bytes& codes : w) others |= codes ^ each_byte(u8(int8.columns.offset));
     return !any_bit(Ints(others));
@@ -233,7 +239,7 @@ void run_dot_int8(i64 begin, i64 end, void* context) {
   const LinearCall& c = int8.linear.call;
   const DotKernel<Decoder> kernel = dot_kernel<Decoder>(c);
   const ScaleRange range(int8.columns.shift, int8.exponents);
-  const SpanBytes bytes{Sizes::kBytes, kPastCodes, Sizes::kGroups, kPastScales};
+  const i64 in_place = int8.rows_in_place();
   const KeepSubnormals keep;
   TileCopy<Decoder> copy;
   // Row q of each tile is from quarter q of the rows: memory delivers four streams faster than one.
@@ -248,8 +254,8 @@ void run_dot_int8(i64 begin, i64 end, void* context) {
       rows[q] = std::min(tiles, last - top[q]);
       usual &= !rows[q] || are_usual(int8, range, top[q], rows[q]);
     }
-    float y[kDotRows][kDotTiles][kDotTile];
-    for (i64 i = 0; i < tiles; ++i) {
+    float y[kDotTiles * kDotRows * kDotTile];  // (tiles, m, kDotTile)
+    for (i64 i = 0, count; i < tiles; i += count) {
       i64 row[kDotTile];
       const u8 *codes[kDotTile], *scales[kDotTile];
       for (i64 q = 0; q < kDotTile; ++q) {
@@ -257,24 +263,21 @@ void run_dot_int8(i64 begin, i64 end, void* context) {
         codes[q] = c.data + row[q] * c.row_bytes;
         scales[q] = c.scale + row[q] * c.row_blocks;
       }
-      const i64 whole = bytes.in_place(c, row[kDotTile - 1], int8.spans);
-      if (!(usual && whole == int8.spans) && !copy.read_scales(int8, range, row, scales)) {
-        int8.unsupported = true;
-        return;
+      count = usual ? std::min(rows[kDotTile - 1], in_place - top[kDotTile - 1]) - i : 0;
+      if (count <= 0) {  // a tile of copies
+        count = 1;
+        if (!copy.read_scales(int8, range, row, scales)) {
+          int8.unsupported = true;
+          return;
+        }
+        if (row[kDotTile - 1] >= in_place) copy.read_codes(int8, row, codes);
       }
-      Floats totals[kDotTile * kDotRows * kSpanParts] = {};
-      kernel(int8, codes, scales, 0, whole, totals);
-      if (whole < int8.spans) {
-        copy.read_codes(int8, row, whole, codes);
-        for (const u8*& scale : scales) scale += whole * Sizes::kGroups;
-        kernel(int8, codes, scales, whole, int8.spans - whole, totals);
-      }
-      for (i64 m = 0; m < c.m; ++m) sum_lanes(totals + m * kSpanParts, c.m * kSpanParts, y[m][i]);
+      kernel(int8, codes, scales, count, y + i * c.m * kDotTile);
     }
     for (i64 m = 0; m < c.m; ++m) {
       for (i64 q = 0; q < kDotTile; ++q) {
         float of_rows[kDotTiles];
-        for (i64 i = 0; i < rows[q]; ++i) of_rows[i] = y[m][i][q];
+        for (i64 i = 0; i < rows[q]; ++i) of_rows[i] = y[(i * c.m + m) * kDotTile + q];
         finish(int8.linear, m, top[q], rows[q], of_rows);
       }
     }

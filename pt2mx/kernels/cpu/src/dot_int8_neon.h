@@ -42,6 +42,7 @@ struct IntegerColumns<Nibbles> : IntegerTable {
     table = load<Bytes>(codes);
   }
   // The lower and the upper nibbles.
+  template <int>
   void decode_row(const u8* data, Bytes* out) const {
     const Bytes pairs = load<Bytes>(data);
     out[0] = vqtbl1q_u8(table, pairs & 15);
@@ -61,6 +62,7 @@ struct IntegerColumns<Halves<2, 3, false>> : IntegerTable {
   }
   // Spreads 12 bytes, and shifts four codes of three bytes to a byte each: b1 b0 has the lower two, b2 b1 the upper
   // two.
+  template <int>
   void decode_row(const u8* data, Bytes* out) const {
     const Bytes order = {0, 1, 1, 2, 3, 4, 4, 5, 6, 7, 7, 8, 9, 10, 10, 11};
     const uint16x8_t words = vreinterpretq_u16_u8(vqtbl1q_u8(load<Bytes>(data), order));
@@ -75,7 +77,10 @@ struct IntegerColumns<Int8> {
   static constexpr int kRowVectors = 1;
   static constexpr int32_t shift = kCodeMantissa, offset = 0;
   explicit IntegerColumns(const float*) {}
-  void decode_row(const u8* data, Bytes* out) const { *out = load<Bytes>(data); }
+  template <int>
+  void decode_row(const u8* data, Bytes* out) const {
+    *out = load<Bytes>(data);
+  }
 };
 
 inline bool has_dotprod() {

@@ -17,6 +17,9 @@ constexpr int32_t kLeastIsa = VPMADDUBSW;  // which every processor has that run
 template <class Body>
 auto with_dot_isa(UNUSED int32_t isa, Body body) {
 #if defined(PT2MX_HAVE_VNNI)  // an older assembler lacks the instruction
+#if defined(__AVX512BW__)
+  if (isa & VPERMB) return body(std::integral_constant<int, VPDPBUSD | VPERMB>());
+#endif
   if (isa & VPDPBUSD) return body(std::integral_constant<int, VPDPBUSD>());
 #endif
   return body(std::integral_constant<int, VPMADDUBSW>());
@@ -42,7 +45,7 @@ inline __attribute__((always_inline)) Bytes dot(Bytes sum, const Bytes* w, const
   Bytes wide{}, upper{};
   for (int v = 0; v < kVectors; ++v) {
     const Bytes values = load<Bytes>(x + v * 4 * kLanes);
-    if constexpr (kIsa == VPDPBUSD) {
+    if constexpr (kIsa & VPDPBUSD) {
       dpbusd(sum, w[v], values);
     } else if constexpr (Columns::kWideSums >= kVectors) {
       wide = VECTOR(add_epi16)(wide, VECTOR(maddubs_epi16)(w[v], values));
@@ -53,7 +56,7 @@ inline __attribute__((always_inline)) Bytes dot(Bytes sum, const Bytes* w, const
       sum = VECTOR(add_epi32)(sum, upper);
     }
   }
-  return kIsa == VPDPBUSD ? sum : VECTOR(add_epi32)(sum, VECTOR(madd_epi16)(wide, ones));
+  return kIsa & VPDPBUSD ? sum : VECTOR(add_epi32)(sum, VECTOR(madd_epi16)(wide, ones));
 }
 
 // Reads the scales of a vector's sums. kGroupLanes adjacent sums belong to one group.
@@ -75,22 +78,27 @@ class LaneScales {
   Bytes to_top_;
 };
 
-// Writes the sums of the lanes of kDotTile rows, `stride` vectors apart.
+// Writes the sums of the lanes of kDotTile rows, `stride` vectors apart: adds halves of the lanes until one is left.
 inline void sum_lanes(const Floats* totals, i64 stride, float* y) {
-  __m128 row[kDotTile];
-  for (int q = 0; q < kDotTile; ++q) {
-    const Floats* total = totals + q * stride;
 #if defined(__AVX512BW__)
-    const __m512 both = __m512(total[0]);
-    const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(both), _mm512_extractf32x8_ps(both, 1));
+  const auto halves = [](__m512 a, __m512 b) {  // of both
+    return _mm512_shuffle_f32x4(a, b, 0x44) + _mm512_shuffle_f32x4(a, b, 0xEE);
+  };
+  const __m512 two = halves(totals[0], totals[stride]), others = halves(totals[2 * stride], totals[3 * stride]);
+  __m512 sums = _mm512_shuffle_f32x4(two, others, 0x88) + _mm512_shuffle_f32x4(two, others, 0xDD);  // four of a row
+  sums += _mm512_permute_ps(sums, 0x4E);
+  sums += _mm512_permute_ps(sums, 0xB1);
+  _mm_storeu_ps(y, _mm512_castps512_ps128(_mm512_maskz_compress_ps(0x1111, sums)));
 #else
-    const __m256 half = __m256(total[0] + total[1]);
-#endif
+  __m128 row[kDotTile];
+  for (int q = 0; q < kDotTile; ++q, totals += stride) {
+    const __m256 half = __m256(totals[0] + totals[1]);
     row[q] = _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1));
   }
   const __m128 low = _mm_add_ps(_mm_unpacklo_ps(row[0], row[1]), _mm_unpackhi_ps(row[0], row[1]));
   const __m128 high = _mm_add_ps(_mm_unpacklo_ps(row[2], row[3]), _mm_unpackhi_ps(row[2], row[3]));
   _mm_storeu_ps(y, _mm_add_ps(_mm_movelh_ps(low, high), _mm_movehl_ps(high, low)));
+#endif
 }
 
 }  // namespace

@@ -61,6 +61,14 @@ inline __attribute__((always_inline)) void dpbusd(Bytes& sum, Bytes w, Bytes x) 
 #endif
 }
 
+// Returns the bytes of a table that the lower six bits of each index choose, by VPERMB.
+inline __attribute__((always_inline)) Bytes permute(Bytes table, Bytes indices) {
+#if defined(__AVX512BW__)
+  asm("vpermb %1, %0, %0" : "+v"(indices) : "v"(table));
+#endif
+  return indices;
+}
+
 // Returns codes of x in the order of a decoder with kEvenOdd.
 inline __m256i to_even_odd(__m256i codes) {
   const __m128i order = _mm_setr_epi8(0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15);
@@ -103,10 +111,16 @@ struct IntegerColumns<Nibbles> : IntegerTable {
     }
   }
   // The lower and the upper nibbles.
+  template <int kIsa>
   void decode_row(const u8* data, Bytes* out) const {
-    const Bytes mask = VECTOR(set1_epi8)(15), pairs = load<Bytes>(data);
-    out[0] = VECTOR(shuffle_epi8)(table, pairs & mask);
-    out[1] = VECTOR(shuffle_epi8)(table, VECTOR(srli_epi16)(pairs, 4) & mask);
+    const Bytes mask = VECTOR(set1_epi8)(15), pairs = load<Bytes>(data), upper = VECTOR(srli_epi16)(pairs, 4);
+    if constexpr (kIsa & VPERMB) {  // its 64 bytes repeat the table, whatever the bits above a nibble
+      out[0] = permute(table, pairs);
+      out[1] = permute(table, upper);
+    } else {
+      out[0] = VECTOR(shuffle_epi8)(table, pairs & mask);
+      out[1] = VECTOR(shuffle_epi8)(table, upper & mask);
+    }
   }
 };
 
@@ -165,6 +179,7 @@ struct IntegerColumns<Halves<2, 3, false>> : IntegerTable {
       }
     }
   }
+  template <int kIsa>
   void decode_row(const u8* data, Bytes* out) const {
     *out = split(VECTOR(shuffle_epi8)(load_parts(data), in_each_half(kOrder)));
   }
@@ -203,7 +218,10 @@ struct IntegerColumns<Int8> {
       }
     }
   }
-  void decode_row(const u8* data, Bytes* out) const { *out = load<Bytes>(data) ^ VECTOR(set1_epi8)(char(offset)); }
+  template <int kIsa>
+  void decode_row(const u8* data, Bytes* out) const {
+    *out = load<Bytes>(data) ^ VECTOR(set1_epi8)(char(offset));
+  }
 };
 
 // A group of kWidth rows of the weight.

@@ -92,8 +92,8 @@ int32_t integer_isa_for(const float* table) {
   using Columns = IntegerColumns<Decoder>;
   const Columns columns(table);
   if (columns.shift == 8) return 0;
-  const int32_t vnni = has_amx_int8() ? VPDPBUSD | TDPBSSD : VPDPBUSD;
-  return (columns.fits(std::max(Columns::kWideSums, 1)) ? VPMADDUBSW : 0) | (has_vnni() ? vnni : 0);
+  const int32_t more = (has_amx_int8() ? TDPBSSD : 0) | (has_avx512_vbmi() ? VPERMB : 0);
+  return (columns.fits(std::max(Columns::kWideSums, 1)) ? VPMADDUBSW : 0) | (has_vnni() ? VPDPBUSD | more : 0);
 }
 
 }  // namespace

@@ -110,6 +110,7 @@ __attribute__((target("amx-tile"))) NOINLINE void release_amx() { _tile_release(
 #else
 
 namespace {
+inline bool has_avx512_vbmi() { return false; }
 inline bool has_amx_int8() { return false; }
 }  // namespace
 

@@ -105,6 +105,25 @@ struct ByteRange {
   u8 min = 255, max = 0;
 
   ByteRange(const u8* bytes, i64 n) {
+    typedef u8 Lanes __attribute__((vector_size(4 * kWidth)));
+    constexpr i64 kBytes = sizeof(Lanes);
+    if (n < 2 * kBytes) {
+      add(bytes, n);
+      return;
+    }
+    Lanes least = load<Lanes>(bytes), most = least;
+    for (i64 i = kBytes; i < n; i += kBytes) {
+      const Lanes next = load<Lanes>(bytes + std::min(i, n - kBytes));  // the last ones overlap
+      least = smaller(least, next);
+      most = larger(most, next);
+    }
+    const Lanes ends[] = {least, most};
+    add(reinterpret_cast<const u8*>(ends), sizeof ends);
+  }
+  bool is_within(i64 least, i64 most) const { return min >= least && max <= most; }
+
+ private:
+  void add(const u8* bytes, i64 n) {
     u8 least = min, most = max;
 #pragma omp simd reduction(min : least) reduction(max : most)
     for (i64 i = 0; i < n; ++i) {  // std::min would not become a vector instruction
@@ -114,26 +133,12 @@ struct ByteRange {
     min = least;
     max = most;
   }
-  bool is_within(i64 least, i64 most) const { return min >= least && max <= most; }
 };
 
 // Returns the range of the scales of rows of the weight, and of the next ones, which a kernel reads past a row.
 inline ByteRange scales_of_rows(const LinearCall& c, i64 row, i64 rows, i64 next = 0) {
   return {c.scale + row * c.row_blocks, std::min(rows * c.row_blocks + next, (c.n - row) * c.row_blocks)};
 }
-
-// The bytes of a span, and those after it that are read with it.
-struct SpanBytes {
-  i64 codes, next_codes, scales, next_scales;
-
-  // Returns how many of `spans` spans of the rows up to `last` are read in place: not past the end of the weight.
-  i64 in_place(const LinearCall& c, i64 last, i64 spans) const {
-    const i64 rows = std::max<i64>(1, c.n - last);
-    const i64 of_codes = std::max<i64>(0, rows * c.row_bytes - next_codes) / codes;
-    const i64 of_scales = std::max<i64>(0, rows * c.row_blocks - next_scales) / scales;
-    return std::min({spans, of_codes, of_scales});
-  }
-};
 
 // The factors of up to kChunk groups of a row.
 struct Scales {

@@ -123,6 +123,14 @@ struct LinearNibbles {
       }
     }
   }
+
+  // Returns how many spans of the rows up to `last` are read in place: not past the end of the weight.
+  i64 spans_in_place(i64 last) const {
+    const LinearCall& c = linear.call;
+    const i64 rows = std::max<i64>(1, c.n - last);
+    const i64 of_codes = std::max<i64>(0, rows * c.row_bytes - kPastSpan) / kSpanBytes;
+    return std::min({spans, of_codes, rows * c.row_blocks / kSpanGroups});
+  }
 };
 
 // Returns the sum of a span's values times x, in each lane.
@@ -186,8 +194,7 @@ template <int Q, class Span>
 void multiply_tiles(const LinearNibbles& nibbles, const Span& span, i64 row, float* y, bool* computed) {
   const LinearCall& c = nibbles.linear.call;
   // x is zero past the end of a row
-  const SpanBytes bytes{kSpanBytes, kPastSpan, kSpanGroups, 0};
-  const i64 whole = bytes.in_place(c, row + Q - 1, nibbles.spans);
+  const i64 whole = nibbles.spans_in_place(row + Q - 1);
   const u8 *codes[Q], *scales[Q];
   for (int q = 0; q < Q; ++q) {
     const i64 at = std::min(row + q, c.n - 1);

@@ -19,8 +19,9 @@ from tests.threads import on_threads
 
 NAMES = ("fp4_e2m1", "fp4_e3m0", "int4", "int4_full", "fp6_e2m3", "int8", "int8_full")
 AMX = cpu_linear.TDPBSSD | cpu_linear.VPDPBUSD  # with the instruction for fewer rows
+VBMI = cpu_linear.VPERMB | cpu_linear.VPDPBUSD
 #: the most rows of x that each instruction multiplies in the order of `expected`
-MOST_ROWS = {cpu_linear.VPMADDUBSW: 32, cpu_linear.VPDPBUSD: 32, AMX: 32, cpu_linear.SDOT: 4}
+MOST_ROWS = {cpu_linear.VPMADDUBSW: 32, cpu_linear.VPDPBUSD: 32, AMX: 32, VBMI: 32, cpu_linear.SDOT: 4}
 
 
 def quantized(rows: int, k: int, name: str = "int8") -> Tensor:
