@@ -107,7 +107,7 @@ def _call(node: Node) -> _Call | None:
 
 def store_positions(model: GraphModule, inputs: Sequence[str]) -> GraphModule:
     """Merge equal calls that depend on `inputs` alone, and store their values if several nodes read them. Otherwise
-    Inductor computes RoPE's sines in each layer. Changes `model` and returns it.
+    Inductor computes RoPE's sines and the mask in each layer. Changes `model` and returns it.
 
     Args:
         model: the graph of a decoder.
@@ -122,7 +122,8 @@ def store_positions(model: GraphModule, inputs: Sequence[str]) -> GraphModule:
     _merge_equal([n for n in model.graph.nodes if n in of_positions or n in of_no_input])
     for node in [n for n in model.graph.nodes if n in of_positions and n.op == "call_function" and not is_view(n)]:
         value = value_of(node)
-        if isinstance(value, torch.Tensor) and value.is_floating_point() and len(_users(node, of_positions)) > 1:
+        is_array = isinstance(value, torch.Tensor) and (value.is_floating_point() or value.dtype == torch.bool)
+        if is_array and len(_users(node, of_positions)) > 1:
             with model.graph.inserting_after(node):
                 new = model.graph.call_function(stored, (node,))
             new.meta.update(node.meta)

@@ -47,7 +47,7 @@ def test_decoders(family):
     assert torch.equal(step(model, graph, 1), step(model, model.decoder, 1))
     got = step(model, store_positions(graph, _POSITIONS), 1)
     assert torch.equal(got, step(model, model.decoder, 1))
-    assert len(calls(graph, stored)) == (0 if family == "gpt2" else 2)  # cosines and sines
+    assert len(calls(graph, stored)) == (1 if family == "gpt2" else 3)  # the mask; cosines and sines
 
 
 @pytest.mark.compiled
@@ -78,8 +78,10 @@ def test_scales_of_a_tensor_are_skipped():
 def test_stored_once():
     model = decoder_by_recipe("mxfp4_weight_only", "llama", dtype="bfloat16")
     graph = store_positions(copy_sharing_tensors(model.decoder), _POSITIONS)
-    for node in calls(graph, stored):
-        assert node.args[0].target in (torch.ops.aten.mul.Tensor,) and list(node.args[0].users) == [node]
+    values = [node.args[0] for node in calls(graph, stored)]
+    aten = torch.ops.aten
+    assert [node.target for node in values] == [aten.__or__.Tensor, aten.mul.Tensor, aten.mul.Tensor]  # mask, RoPE
+    assert all(len(node.users) == 1 for node in values)
     assert calls(store_positions(copy_sharing_tensors(model.decoder), ()), stored) == []
 
 
@@ -87,7 +89,7 @@ def test_stored_once():
 def test_positions_of_images():
     model = tiny_vision_language_model("qwen2_vl")
     decoder = quantize_language_model(model, MXQuantizer.from_recipe("mxfp4_weight_only")).decoder
-    assert len(calls(store_positions(copy_sharing_tensors(decoder), _POSITIONS), stored)) == 2  # cosines and sines
+    assert len(calls(store_positions(copy_sharing_tensors(decoder), _POSITIONS), stored)) == 3  # mask, cosines, sines
 
 
 @pytest.mark.parametrize(
