@@ -94,6 +94,18 @@ __attribute__((target("amx-tile"))) NOINLINE void configure_amx(i64 height) {
   _tile_loadconfig(&kHeightConfigs.of[height]);
 }
 
+// What HeadsAmx computes in; a thread keeps it for its next call, because allocating it takes as long as attention over
+// a few slots.
+struct HeadsMemory {
+  Buffer<u16> queries, keys, weights, values;
+  Buffer<float> tile_scores, scores, sums;
+
+  static HeadsMemory& of_thread() {
+    static thread_local HeadsMemory memory;
+    return memory;
+  }
+};
+
 // The heads of the keys of some sequences, with their queries.
 template <class Rows>
 class HeadsAmx {
@@ -112,6 +124,8 @@ class HeadsAmx {
         weight_rows_((a.rows * weight_parts_ + height - 1) / height * height),
         stride_((c.slots + kSlots - 1) / kSlots * kSlots),
         scales_(c.table),
+        key_rows_(a.keys, scales_),
+        value_rows_(a.values, scales_),
         row_(std::max(c.width, c.value_width)) {
     queries_.resize(tiles_ * groups_ * kTileElems);
     keys_.resize(kBlocks * groups_ * 2 * kTileElems);
@@ -160,7 +174,6 @@ class HeadsAmx {
   }
 
   bool score(i64 pair) {
-    const Rows rows(a.keys, scales_);
     const u8* masks[kMaxRowsAmx];
     for (i64 r = 0; r < a.rows; ++r) masks[r] = a.mask_of(pair, r);
     std::fill(scores_.data(), scores_.data() + a.rows * stride_, -INFINITY);
@@ -176,7 +189,7 @@ class HeadsAmx {
         }
         if (!any) continue;
         u16* keys = keys_.data() + blocks * groups_ * 2 * kTileElems;
-        if (!decode_keys(rows, pair * c.slots + begin, any, keys)) return false;
+        if (!decode_keys(pair * c.slots + begin, any, keys)) return false;
         at[blocks++] = begin;
         end_ = begin + kSlots;
       }
@@ -189,8 +202,8 @@ class HeadsAmx {
 
   // Decodes the keys of 32 slots that a query sees. The scores of the others, whose keys are old ones, are not
   // read. Returns false if one failed.
-  TARGET_AVX512_VBMI NOINLINE bool decode_keys(const Rows& rows, i64 first, u32 any, u16* keys) const {
-    Rows local = rows;  // in registers
+  TARGET_AVX512_VBMI NOINLINE bool decode_keys(i64 first, u32 any, u16* keys) const {
+    Rows local = key_rows_;  // in registers
     const i64 groups = groups_;
     for (; any; any &= any - 1) {
       const i64 t = __builtin_ctz(any);
@@ -233,7 +246,6 @@ class HeadsAmx {
   }
 
   bool add_values(i64 pair) {
-    const Rows rows(a.values, scales_);
     sums_.zero();
     for (i64 first = 0; first < end_; first += kBlocks * kSlots) {
       i64 blocks = 0;
@@ -246,7 +258,7 @@ class HeadsAmx {
                       weights_.data() + (blocks * weight_rows_ + r) * kSlots);
         }
         u16* values = values_.data() + blocks * value_groups_ * 2 * kTileElems;
-        if (!decode_values(rows, pair * c.slots + at, used, values)) return false;
+        if (!decode_values(pair * c.slots + at, used, values)) return false;
         ++blocks;
       }
       add_values_amx(weights_.data(), values_.data(), blocks, value_groups_, weight_rows_, height, sums_.data());
@@ -262,8 +274,8 @@ class HeadsAmx {
 
   // Decodes the values of 32 slots that have a weight, and pairs those of two slots; the others are zeros.
   // Interleaving halves of 128-bit lanes leaves columns 0-3, 8-11, .. in the first tile.
-  TARGET_AVX512_VBMI NOINLINE bool decode_values(const Rows& rows, i64 first, u32 used, u16* out) const {
-    Rows even = rows, odd = rows;  // in registers
+  TARGET_AVX512_VBMI NOINLINE bool decode_values(i64 first, u32 used, u16* out) const {
+    Rows even = value_rows_, odd = value_rows_;  // in registers
     const i64 groups = value_groups_;
     for (i64 t = 0; t < kSlots; t += 2, used >>= 2, out += kGroup) {
       if (used & 1) even.start(first + t);
@@ -308,9 +320,11 @@ class HeadsAmx {
   const i64 weight_rows_, stride_;
   i64 end_ = 0;  // of the blocks with slots that a query sees
   const RowScales scales_;
+  const Rows key_rows_, value_rows_;
   std::vector<float> row_;
-  Buffer<u16> queries_, keys_, weights_, values_;
-  Buffer<float> tile_scores_, scores_, sums_;
+  HeadsMemory& memory_ = HeadsMemory::of_thread();
+  Buffer<u16>&queries_ = memory_.queries, &keys_ = memory_.keys, &weights_ = memory_.weights, &values_ = memory_.values;
+  Buffer<float>&tile_scores_ = memory_.tile_scores, &scores_ = memory_.scores, &sums_ = memory_.sums;
 };
 
 template <class Decoder, class Rows>
