@@ -50,14 +50,18 @@ struct DotInt8 {
 
   const Linear& linear;
   const Columns columns;
-  const i64 spans;          // of a row
-  Buffer<Span> x;           // (spans, m)
+  const i64 spans;  // of a row
+  const Scratch<OF_X> scratch;
+  Span* const x;            // (spans, m)
   ExponentRange exponents;  // of x
   std::atomic<bool> unsupported{false};
 
   explicit DotInt8(const Linear& linear)
-      : linear(linear), columns(linear.call.table), spans((linear.groups + kGroups - 1) / kGroups) {
-    x.resize(spans * linear.call.m);
+      : linear(linear),
+        columns(linear.call.table),
+        spans((linear.groups + kGroups - 1) / kGroups),
+        scratch(spans * linear.call.m * i64(sizeof(Span))),
+        x(reinterpret_cast<Span*>(scratch.data())) {
     for (i64 m = 0; m < linear.call.m && !unsupported; ++m) encode(m);
   }
 
@@ -68,13 +72,13 @@ struct DotInt8 {
     return c.n + 1 - std::max((codes + c.row_bytes - 1) / c.row_bytes, (scales + c.row_blocks - 1) / c.row_blocks);
   }
 
-  // Converts a row of x to codes, up to a value without one; zeros follow it.
+  // Converts a row of x to codes, up to a value without one.
   void encode(i64 m) {
     const LinearCall& c = linear.call;
     const KeepSubnormals keep;
     CodeGroup group{};
     for (i64 s = 0; s < spans; ++s) {
-      Span& span = x.data()[s * c.m + m];
+      Span& span = x[s * c.m + m];
       const i64 first = s * kGroups * kGroup;
       float values[kGroups * kGroup] = {};
       get_floats(c.x, m * c.k + first, std::min(kGroups * kGroup, c.k - first), c.dtype, values);
@@ -123,7 +127,7 @@ NOINLINE void dot_tiles(const DotInt8<Decoder>& int8, const u8* const* codes, co
     Floats totals[kDotTile][R][kSpanParts];
     for (int top = 0; top < kDotTile; top += Q) {
       Floats total[Q][R][kSpanParts] = {};
-      const typename Sizes::Span* x = int8.x.data();
+      const typename Sizes::Span* x = int8.x;
       i64 at = i * row_bytes, scale_at = i * row_blocks;
       for (i64 s = 0; s < spans; ++s, x += R, at += Sizes::kBytes, scale_at += Sizes::kGroups) {
         for (int q = 0; q < Q; ++q) {
@@ -241,7 +245,7 @@ void run_dot_int8(i64 begin, i64 end, void* context) {
   const ScaleRange range(int8.columns.shift, int8.exponents);
   const i64 in_place = int8.rows_in_place();
   const KeepSubnormals keep;
-  TileCopy<Decoder> copy;
+  static thread_local TileCopy<Decoder> copy;  // keeps its memory
   // Row q of each tile is from quarter q of the rows: memory delivers four streams faster than one.
   const i64 first = begin * kDotTile, last = std::min(end * kDotTile, c.n);
   const i64 quarter = (last - first + kDotTile - 1) / kDotTile;
