@@ -104,7 +104,7 @@ def run(options: argparse.Namespace, folder: Path) -> None:
 def _generate(model: LanguageModel, tokens: int, prompt: int) -> Times:
     def seconds(length: int, new: int) -> float:
         ids = torch.randint(model.config.vocab_size, (1, length))
-        call = partial(model.generate, ids, max_new_tokens=new, min_new_tokens=new, do_sample=False)
+        call = partial(model.generate, ids, max_new_tokens=new, eos_token_id=None, do_sample=False)
         return timed(call)
 
     return seconds(1, tokens) / tokens, seconds(prompt, 1) / prompt if prompt else 0.0
