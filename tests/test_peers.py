@@ -25,6 +25,7 @@ from tests.benchmarks.peers import (
     outcomes,
     page,
     process,
+    recorded,
     results,
     torchao_int8,
     torchao_mx,
@@ -485,7 +486,7 @@ def test_a_checkpoint_that_was_not_trained_names_the_command(monkeypatch, tmp_pa
 def test_pages_are_made_of_the_measured_file(monkeypatch, tmp_path):
     """README's table has the best loss of each column in bold type, and a mark where inputs are rotated."""
     monkeypatch.setattr(page, "MEASURED", tmp_path / "measured.json")
-    names = "format", "method", "rotates inputs", "KL, 95% interval", "setting", "seconds", page._OVER
+    names = "format", "method", "rotates inputs", "validation", "KL, 95% interval", "setting", "seconds", outcomes.OVER
 
     def entry(*found):
         best = [dict(zip(names, row, strict=True)) for row in found]
@@ -497,8 +498,8 @@ def test_pages_are_made_of_the_measured_file(monkeypatch, tmp_path):
             "refusals": {"W4, NNCF, AWQ, seed 0": "no"},
         }
 
-    ours = "W4", "pt2mx", "yes", "0.1000 (0.05 to 0.15)", "best", "7", ""
-    peer = "W4", "torchao", "no", "0.5000 (0.4 to 0.6)", "even", "4", "+0.4000 (+0.3 to +0.5)"
+    ours = "W4", "pt2mx", "yes", "0.1", "0.1000 (0.05 to 0.15)", "best", "7", ""
+    peer = "W4", "torchao", "no", "0.4", "0.5000 (0.4 to 0.6)", "even", "4", "+0.4000 (+0.3 to +0.5)"
     page.record("second", entry(peer))
     page.record("minilm", entry(ours))
     page.record("minilm", entry(ours, peer))
@@ -515,10 +516,54 @@ def test_pages_are_made_of_the_measured_file(monkeypatch, tmp_path):
     assert "| torchao 0.18 | not tried | .5000 | **.5000** |" in lines
     text = page.results()
     assert text.index("## The second") < text.index("## The first") and "- W4, NNCF, AWQ: `no`" in text
-    row = "torchao | no | 0.5000 (0.4 to 0.6) | even | 4 | +0.4000 (+0.3 to +0.5) |"
-    assert f"| float |  |  |  |  |  |  |\n| W4 | {row}\n" in text
+    row = "torchao | no | 0.4 | 0.5000 (0.4 to 0.6) | even | 4 | +0.4000 (+0.3 to +0.5) |"
+    assert f"| float |  |  |  |  |  |  |  |\n| W4 | {row}\n" in text
     assert "in 1 of 1 rows" in text
     assert "| The first | W4 | 0.1000 | torchao, even | 0.5000 | +0.4000 (+0.3 to +0.5) | 7 / 4 |" in text
+
+
+def _recorded(*rows, refusals=()):
+    """Return an entry of rows (method, setting, validation, loss, difference or None, seconds); the first are best."""
+    names = "method", "setting", "validation", "KL, 95% interval", outcomes.OVER, "seconds"
+    made = [{"format": "W4", **dict(zip(names, row, strict=True))} for row in rows]
+    made = [{name: cell for name, cell in row.items() if cell is not None} for row in made]
+    best = [row for i, row in enumerate(made) if row["method"] not in {before["method"] for before in made[:i]}]
+    errors = {f"W4, {run}, seed 0": "no" for run in refusals}
+    return {"windows": 2, "float": {"perplexity": "20.00"}, "best": best, "all": made, "refusals": errors}
+
+
+def test_new_rows_join_the_recorded_ones():
+    """Equal settings and refusals are replaced, and the best is chosen again."""
+    ours = "pt2mx", "balanced", "0.1000", "0.2", None, "7"
+    tied = ("torchao", "floor", "0.4000", "0.5", "+0.3", "4"), ("torchao", "even", "0.4000", "0.6", "+0.4", "4")
+    before = _recorded(ours, *tied, refusals=["NNCF, AWQ", "Brevitas, GPTQ"])
+    again = *ours[:-1], "8"
+    made = (
+        ("Brevitas", "GPTQ", "0.3000", "0.3", "+0.1", "9"),
+        ("Brevitas", "learned round", "0.2000", "0.4", "+0.2", "9"),
+    )
+    joined = recorded.with_recorded(_recorded(again, *made, refusals=["torchao, even"]), before)
+    assert [row["setting"] for row in joined["all"]] == ["balanced", "floor", "GPTQ", "learned round"]
+    assert [row["setting"] for row in joined["best"]] == ["balanced", "floor", "learned round"]
+    assert joined["all"][0]["seconds"] == "8" and joined["all"][1][outcomes.OVER] == "+0.3"
+    assert list(joined["refusals"]) == ["W4, torchao, even, seed 0", "W4, NNCF, AWQ, seed 0"]
+    tie = recorded.with_recorded(_recorded(*made), before)
+    assert [row["setting"] for row in tie["best"]] == ["balanced", "floor", "learned round"]
+    with pytest.raises(ValueError, match=r"windows are others: float is .*20\.00.*19\.00"):
+        recorded.with_recorded({**before, "float": {"perplexity": "19.00"}}, before)
+
+
+def test_a_difference_is_from_the_best_setting_of_all():
+    first, peer = ("pt2mx", "balanced", "0.1000", "0.2", None, "7"), ("torchao", "even", "0.4000", "0.5", "+0.3", "4")
+    other = "Brevitas", "GPTQ", "0.3000", "0.4", "+0.1", "9"
+    for setting, validation, kept in (
+        ("best", "0.2000", "+0.3"),
+        ("best", "0.0500", "+0.1"),
+        ("balanced", "0.1000", "+0.1"),
+    ):
+        entry = _recorded(("pt2mx", setting, validation, "0.3", None, "7"), other)
+        rows = recorded.with_recorded(entry, _recorded(first, peer))["all"]
+        assert [row[outcomes.OVER] for row in rows if outcomes.OVER in row] == [kept]
 
 
 def test_the_pages_are_those_of_the_measured_file():

@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seeds", type=int, default=1, metavar="N", help="run methods that draw numbers N times")
     parser.add_argument("--again", action="store_true", help="run settings that have a result")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--record", action="store_true", help="run nothing; write the kept results into measured.json")
+    parser.add_argument("--record", action="store_true", help="run nothing; add the kept results to measured.json")
     options = parser.parse_args(arguments)
     model = MODELS[options.model]
     folder = FOLDER / "results" / f"{options.model}-{options.layers or 'all'}"

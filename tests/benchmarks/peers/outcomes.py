@@ -9,6 +9,8 @@ from tests.benchmarks.peers.results import Result, Run
 
 #: the method that others are compared with
 OURS = "pt2mx"
+#: the column of the difference from its best setting
+OVER = f"over {OURS}"
 #: the columns of a row between the format and the figures of the test
 NAMES = "method", "setting", "rotates inputs", "seeds", "validation"
 
@@ -68,6 +70,6 @@ def _row(outcome: Outcome, ours: Outcome | None, metric: Metric) -> Row:
     names = dict(zip(NAMES, (run.method, run.setting, rotates, len(outcome.results), loss), strict=True))
     row: Row = {"format": run.format, **names, **metric.cells(test)}
     if ours is not None and outcome != ours:
-        row[f"over {OURS}"] = difference_text(test[metric.loss], ours.scores("test")[metric.loss])
+        row[OVER] = difference_text(test[metric.loss], ours.scores("test")[metric.loss])
     cost = {"seconds": f"{first.seconds:.0f}", "peak MB": f"{first.peak:.0f}"}
     return {**row, **cost, "on": f"{first.processor}, {first.day}"}

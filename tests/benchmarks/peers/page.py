@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.benchmarks.peers.methods import METHODS
-from tests.benchmarks.peers.outcomes import OURS
+from tests.benchmarks.peers.outcomes import OURS, OVER
+from tests.benchmarks.peers.recorded import with_recorded
 from tests.benchmarks.picture import PICTURE, picture
 
 FOLDER = Path(__file__).parent
@@ -47,8 +48,6 @@ ROWS = {
     "Quark 0.13": (("Quark", "Quark ONNX"), "not tried"),
     "torchao 0.18": (("torchao", "torchao INT8"), "not tried"),
 }
-#: the column of the difference from pt2mx
-_OVER = f"over {OURS}"
 #: the mark of a loss whose linear layers rotate their inputs
 ROTATES = "°"
 _INTRODUCTION = """# Peers at 4 bits: all settings
@@ -60,13 +59,14 @@ BEGIN, END = "<!-- peers: made by tests.benchmarks.peers.page -->\n", "<!-- end 
 
 
 def record(model: str, entry: Mapping[str, Any]) -> None:
-    """Replace the entry of a model in `measured.json`, with one line for each row.
+    """Write the entry of a model into `measured.json`, with a line for each row; recorded settings that it lacks stay.
 
     Args:
         model: its name.
         entry: `windows`, `float`, the rows of `best` and of `all`, and `refusals`.
     """
-    measured = {**_measured(), model: entry}
+    measured = _measured()
+    measured[model] = with_recorded(entry, measured[model]) if model in measured else entry
     parts = [f'"{name}": {{\n{_lines(kept)}\n}}' for name, kept in sorted(measured.items())]
     MEASURED.write_text("{\n" + ",\n".join(parts) + "\n}\n")
 
@@ -104,8 +104,8 @@ def _nearest_peers(measured: Mapping[str, Any]) -> str:
                 peer = min(peers, key=_loss)
                 chosen = {"nearest peer": f"{peer['method']}, {peer['setting']}", "its loss": f"{_loss(peer):.4f}"}
                 cell = {"model": title, "format": name, OURS: f"{_loss(ours[0]):.4f}", **chosen}
-                rows.append({**cell, _OVER: peer[_OVER], "seconds": f"{ours[0]['seconds']} / {peer['seconds']}"})
-    apart = sum(row[_OVER].partition("(")[2].startswith("+") for row in rows)
+                rows.append({**cell, OVER: peer.get(OVER, ""), "seconds": f"{ours[0]['seconds']} / {peer['seconds']}"})
+    apart = sum(row[OVER].partition("(")[2].startswith("+") for row in rows)
     text = (
         "By more than the interval pt2mx is nearer to the float model than every peer that ran in "
         f"{apart} of {len(rows)} rows; each has its best setting by validation. Seconds, of pt2mx and the peer, "
