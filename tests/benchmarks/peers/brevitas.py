@@ -7,6 +7,7 @@ import torch
 from brevitas.graph.equalize import RotatedModule
 from brevitas.nn import QuantLinear
 from brevitas_examples.llm import main as program
+from brevitas_examples.llm.llm_quant import gpxq
 from torch import Tensor
 
 from tests.benchmarks.peers.process import ROTATION, Job, rotation_matrix, run
@@ -30,6 +31,8 @@ INPUTS = {
 def quantize(job: Job) -> dict[str, Tensor]:
     rows = [{"input_ids": row[None].numpy()} for row in job.inputs]
     program.get_dataset_for_model = lambda **_: rows
+    if not torch.cuda.is_available():
+        gpxq.send_to_device = lambda inputs, device: inputs  # it sends the inputs of a block to a GPU
     parser = program.create_args_parser()
     inputs = INPUTS if job.format == "W4A4" else {}
     model = {"model": job.model.name_or_path, "dtype": "float32", "seed": job.seed}

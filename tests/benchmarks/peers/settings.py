@@ -27,10 +27,12 @@ AUTO_ROUND = {
     "SpinQuant": {"iters": 200, "alg_configs": "spinquant,signround"},
 }
 #: options of Brevitas' program, as in its papers on Qronos and learned rounding
-_BREVITAS_GPTQ = {"gptq": True, "gpxq_act_order": True, "weight_param_method": "mse"}
-_BREVITAS_QRONOS = {"qronos": True, "qronos_alpha": 1e-3, "gpxq_act_order": True, "weight_param_method": "mse"}
+_BLOCKS = {"gpxq_block_name": "model.layers"}
+_GPXQ = {**_BLOCKS, "gpxq_act_order": True, "weight_param_method": "mse"}
+_BREVITAS_GPTQ = {**_GPXQ, "gptq": True}
+_BREVITAS_QRONOS = {**_GPXQ, "qronos": True, "qronos_alpha": 1e-3}
 _BREVITAS_LEARNED = {
-    "gpxq_block_name": "model.layers",
+    **_BLOCKS,
     "learned_round": "identity",
     "learned_round_fast_update": True,
     "learned_round_iters": 500,
